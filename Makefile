@@ -1,0 +1,91 @@
+# Targets: venv demo test test-all lint venv312 test312 clean. `make` alone prints them.
+#
+# PYTHON       the interpreter of .venv, 3.11 or newer
+# TORCH_INDEX  an index with CPU builds of torch, where the default one has only CUDA builds:
+#              make venv TORCH_INDEX=https://download.pytorch.org/whl/cpu
+# WORKERS      parallel test processes
+PYTHON ?= python3
+TORCH_INDEX ?=
+WORKERS ?= 2
+PYTEST_ARGS ?=
+
+VENV := .venv
+VENV312 := .venv312
+BIN := $(VENV)/bin
+PIP_INSTALL := -m pip install --quiet --disable-pip-version-check
+NO_DEVICE := not gpu and not multigpu and not vllm
+
+# Tests that run without torch, under the newest supported JAX.
+JAX_ONLY_TESTS ?= parity/test_make_tiny.py
+
+.PHONY: help venv demo test test-all lint venv312 test312 clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "venv      make $(VENV) with the pinned packages of constraints/py311.txt"
+	@echo "demo      write a tiny model, compare JAX with PyTorch on it, report to build/demo/report"
+	@echo "test      the tests that need no GPU and little time"
+	@echo "test-all  the same and the slow ones"
+	@echo "lint      ruff and pyright"
+	@echo "test312   the JAX-only tests with the newest JAX, where a Python >= 3.12 is found"
+	@echo "clean     remove build/ and caches, not the environments"
+
+venv: $(VENV)/.stamp
+
+# torch first and alone: any other order could resolve to a build with several GB of CUDA libraries.
+$(VENV)/.stamp: pyproject.toml constraints/py311.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "$(PYTHON) is $$($(PYTHON) --version 2>&1); expected Python >= 3.11; set PYTHON=..." >&2; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python $(PIP_INSTALL) $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) \
+	  -c constraints/py311.txt torch==2.13.0
+	$(BIN)/python $(PIP_INSTALL) -c constraints/py311.txt -e '.[test]'
+	@touch $@
+
+demo: venv
+	rm -rf build/demo
+	$(BIN)/k3 make-tiny build/demo --preset tiny --seed 0
+	$(BIN)/python -m parity compare build/demo/target --steps 16
+	$(BIN)/python -m parity golden parity/golden/ops parity/golden/model_tiny3
+	$(BIN)/python -m parity run --report build/demo/report
+
+test: venv
+	$(BIN)/python -m pytest -n $(WORKERS) -m "$(NO_DEVICE) and not slow" $(PYTEST_ARGS)
+
+test-all: venv
+	$(BIN)/python -m pytest -n $(WORKERS) -m "$(NO_DEVICE)" $(PYTEST_ARGS)
+
+lint: venv
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+
+# Prints the path of a Python >= 3.12, also one that pyenv holds without having it selected.
+FIND_PYTHON312 = \
+  versions=$$(pyenv versions --bare 2>/dev/null | grep -E '^3\.(1[2-9])(\.[0-9]+)?$$'); \
+  for name in python3.12 python3.13 python3; do for version in "" $$versions; do \
+    found=$$(PYENV_VERSION=$$version $$name -c 'import sys, venv; assert sys.version_info >= (3, 12); \
+      print(sys.executable)' 2>/dev/null) && { echo $$found; break 2; }; \
+  done; done
+
+venv312:
+	@python=$$($(FIND_PYTHON312)); \
+	if [ -z "$$python" ]; then \
+	  echo "NOT RUN: the part for JAX 0.12 needs Python >= 3.12, and none was found" \
+	    "(tried python3.12, python3.13, python3 and the versions of pyenv)"; \
+	else $(MAKE) --no-print-directory $(VENV312)/.stamp PYTHON312=$$python; fi
+
+# The pins are the whole environment: torch is not among them, and the project adds nothing.
+$(VENV312)/.stamp: pyproject.toml constraints/py312.txt
+	@test -n "$(PYTHON312)" || { echo "use make venv312, which finds the interpreter" >&2; exit 1; }
+	$(PYTHON312) -m venv --clear $(VENV312)
+	$(VENV312)/bin/python $(PIP_INSTALL) -r constraints/py312.txt
+	$(VENV312)/bin/python $(PIP_INSTALL) --no-deps -e .
+	@touch $@
+
+test312: venv312
+	@if [ -e $(VENV312)/.stamp ]; then \
+	  $(VENV312)/bin/python -m pytest -n $(WORKERS) -m "$(NO_DEVICE) and not slow" $(PYTEST_ARGS) $(JAX_ONLY_TESTS); fi
+
+clean:
+	rm -rf build dist .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,89 @@
+"""Caches, step inputs and step outputs; the one legend of shape letters.
+
+B sequences in a step; T tokens per sequence; N = B T rows; D hidden; H heads on this rank;
+V, K value and key width of a KDA head; C = 3 H K convolution channels; E experts; k chosen experts;
+Z MoE latent; R ranks; L layers of one kind; S slots; P pages; J snapshots; X vocabulary rows.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from jax_impl.collectives import Ranks
+from jax_impl.config import ModelConfig, RunConfig
+
+PAD = -1  # slot of a row that only fills up the batch
+
+
+@struct.dataclass
+class Cache:
+    """Everything that outlives a step. Donated to every step; never use one again after that."""
+
+    kda_state: jax.Array  # f32 [L_kda, S, H, V, K]
+    conv_window: jax.Array  # compute dtype [L_kda, S, taps - 1, C], oldest first, channels q | k | v
+    kv_latent: jax.Array  # kv dtype [L_mla, P, page, latent + rope]
+    kv_scale: jax.Array | None  # f32 [], the one scale for writing and reading; None unless FP8
+
+
+@struct.dataclass
+class StepInputs:
+    """Inputs of one step, T tokens for each of B sequences.
+
+    The first `count` tokens of a row of `tokens` are real; a pad row has slot PAD and count 0.
+    """
+
+    tokens: jax.Array  # i32 [B, T]
+    count: jax.Array  # i32 [B], 1..T for real rows
+    position: jax.Array  # i32 [B], tokens already processed; 0 means that the slot's state is stale
+    slot: jax.Array  # i32 [B]
+    page_table: jax.Array  # i32 [B, pages of one sequence]; entries beyond the length are not read
+    temperature: jax.Array  # f32 [B], 0 is greedy
+    seed: jax.Array  # u32 [B]
+
+    @property
+    def live(self) -> jax.Array:
+        """bool [B]: rows that are not pad."""
+        return self.slot >= 0
+
+    def row_live(self) -> jax.Array:
+        """bool [B, T]: tokens that are real."""
+        real = jnp.arange(self.tokens.shape[1]) < self.count[:, None]
+        return real & self.live[:, None]
+
+
+@struct.dataclass
+class StepOutputs:
+    """What a step found out."""
+
+    token: jax.Array  # i32 [B], the token after the last real one; the pad id in pad rows
+    finite: jax.Array  # bool [B], whether all logits of the row's real tokens are finite
+    logits: jax.Array  # f32 [B, T or 1, X], zeros in rows that are not real
+    top: jax.Array  # f32 [B, T or 1], largest logit
+    argmax: jax.Array  # i32 [B, T or 1]
+
+
+def cache_shapes(config: ModelConfig, run: RunConfig, ranks: Ranks = Ranks()) -> Cache:
+    """Shapes and dtypes of one rank's cache, nothing allocated."""
+    heads = config.kda_num_heads // ranks.size
+    layers, width = len(config.kda_layers), config.kda_head_dim
+    taps = config.short_conv_kernel_size
+    shape = jax.ShapeDtypeStruct
+    return Cache(
+        kda_state=shape((layers, run.slots, heads, width, width), jnp.float32),
+        conv_window=shape(
+            (layers, run.slots, taps - 1, 3 * heads * width), jnp.dtype(run.compute)
+        ),
+        kv_latent=shape(
+            (len(config.mla_layers), run.pages, run.page_size, config.kv_row),
+            jnp.dtype(run.kv_cache_dtype),
+        ),
+        kv_scale=shape((), jnp.float32) if run.fp8 else None,
+    )
+
+
+def make_cache(config: ModelConfig, run: RunConfig, ranks: Ranks = Ranks()) -> Cache:
+    """A zeroed cache. Slots need no clearing between sequences: position 0 hides old contents."""
+    empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), cache_shapes(config, run, ranks))
+    return empty.replace(kv_scale=jnp.float32(run.kv_scale)) if run.fp8 else empty

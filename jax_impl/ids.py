@@ -1,0 +1,36 @@
+"""Token ids from the command line: a list or a file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+
+def parse_ids(text: str) -> list[int]:
+    """`FILE|LIST`: a file with ids (a JSON list, or separated by commas or blanks), or the ids.
+
+    Raises:
+        ValueError: not ids, with what was found.
+    """
+    source = "the list"
+    if not text.strip():
+        raise ValueError("no token ids given; expected FILE or a list such as 1,2,3")
+    first = text.strip()[0]
+    if not (first.isdigit() or first == "[") or Path(text).is_file():
+        path = Path(text)
+        if not path.is_file():
+            raise ValueError(f"{text!r} is neither an existing file nor a list such as 1,2,3")
+        try:
+            text, source = path.read_text(), str(path)
+        except (OSError, UnicodeDecodeError) as error:
+            raise ValueError(f"{path}: not readable as text: {error}") from None
+    try:
+        if text.strip().startswith("["):
+            ids = json.loads(text)
+        else:
+            ids = [int(part) for part in text.replace(",", " ").split()]
+    except ValueError as error:
+        raise ValueError(f"{source}: not token ids: {error}") from None
+    if not ids or not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
+        raise ValueError(f"{source}: expected a non-empty flat list of non-negative integers")
+    return ids

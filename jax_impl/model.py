@@ -1,0 +1,153 @@
+"""The one layer loop, parametrised by a `Backend`."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jax_impl.backend import Backend
+from jax_impl.cache import Cache, StepInputs
+from jax_impl.params import Dense, Kda, LayerNorms, Mla, Moe, Weights
+from jax_impl.static import Static
+
+Record = dict[str, Any]  # stage outputs by name, filled while tracing
+
+
+class Stream(NamedTuple):
+    """What flows from layer to layer within one step."""
+
+    prefix: jax.Array  # compute dtype [N, D], running sum of the block
+    snapshots: jax.Array  # compute dtype [N, J, D]; rows not yet taken hold nothing meaningful
+    delta: jax.Array  # compute dtype [N, D], feed-forward output not yet added to the prefix
+
+
+class LayerWeights(NamedTuple):
+    """One layer's weights: slices of the stacks."""
+
+    norms: LayerNorms
+    attention: Kda | Mla
+    mlp: Dense | Moe
+
+
+class Place(NamedTuple):
+    """Where a layer stands. `starts_block` and the weights' types are static, the rest may be data."""
+
+    starts_block: bool
+    snapshots: int | jax.Array  # snapshots taken before this layer
+    attention: int | jax.Array  # ordinal among the layers of the same attention kind
+
+
+def layer_weights(static: Static, weights: Weights, layer: int) -> LayerWeights:
+    """Slices of the stacks for layer `layer` (0-based)."""
+    c = static.config
+    attention = weights.mla if c.is_mla(layer) else weights.kda
+    mlp = weights.dense if c.is_dense(layer) else weights.moe
+    at = lambda tree, i: jax.tree.map(lambda a: a[i], tree)  # noqa: E731
+    return LayerWeights(
+        at(weights.layer, layer),
+        at(attention, c.attn_ordinal(layer)),
+        at(mlp, c.mlp_ordinal(layer)),
+    )
+
+
+def place(static: Static, layer: int) -> Place:
+    """Where layer `layer` (0-based) stands."""
+    c = static.config
+    return Place(c.starts_block(layer), c.snapshots_before(layer), c.attn_ordinal(layer))
+
+
+def run_layer(
+    static: Static,
+    backend: Backend,
+    w: LayerWeights,
+    where: Place,
+    stream: Stream,
+    cache: Cache,
+    inputs: StepInputs,
+    record: Record | None = None,
+    *,
+    commit: bool = True,
+) -> tuple[Stream, Cache, Any]:
+    """One layer.
+
+    With `commit` the KDA state takes in all real tokens at once; without it the state stays as it
+    was and what `kda_commit` needs is returned (None in MLA layers and with `commit`).
+    """
+    x, prefix, snapshots = backend.attn_in(
+        static, w.norms, stream.prefix, stream.snapshots, where.snapshots, stream.delta,
+        starts_block=where.starts_block,
+    )  # fmt: skip
+    pending = None
+    if isinstance(w.attention, Kda):
+        heads, pending = backend.kda(
+            static, w.attention, where.attention, x, inputs, cache.kda_state, cache.conv_window
+        )
+        if commit:
+            state, window = backend.kda_commit(
+                static, where.attention, pending, inputs.count, inputs,
+                cache.kda_state, cache.conv_window,
+            )  # fmt: skip
+            cache, pending = cache.replace(kda_state=state, conv_window=window), None
+    else:
+        heads, kv = backend.mla(
+            static, w.attention, where.attention, x, inputs, cache.kv_latent, cache.kv_scale
+        )
+        cache = cache.replace(kv_latent=kv)
+    y, after = backend.attn_out(
+        static, w.norms, w.attention.o_proj, heads, prefix, snapshots,
+        where.snapshots + where.starts_block, starts_block=where.starts_block,
+    )  # fmt: skip
+    chosen: dict[str, jax.Array] = {}
+    if isinstance(w.mlp, Dense):
+        delta = backend.dense(static, w.mlp, y)
+    else:
+        latent, ids, share = backend.route(static, w.mlp, y)
+        routed, shared = backend.experts(static, w.mlp, y, latent, ids, share)
+        delta = backend.moe_out(static, w.mlp, routed, shared)
+        chosen = {"latent": latent, "ids": ids, "weights": share, "routed": routed, "shared": shared}
+    if record is not None:
+        record |= {"x": x, "prefix_in": prefix, "heads": heads, "y": y, "prefix": after}
+        record |= {"delta": delta} | chosen
+    return Stream(after, snapshots, delta), cache, pending
+
+
+def forward(
+    static: Static,
+    backend: Backend,
+    weights: Weights,
+    cache: Cache,
+    inputs: StepInputs,
+    record: dict[str, Any] | None = None,
+    *,
+    commit: bool = True,
+) -> tuple[jax.Array, Cache, list[Any]]:
+    """All layers: tokens [B, T] -> hidden [N, D], the cache, and pending KDA commits.
+
+    Args:
+        record: if given, filled with every stage output under `layerNN.<name>`, `embed`, `hidden`.
+        commit: False keeps the KDA state as it was; the pending commits come back per KDA layer.
+    """
+    c = static.config
+    embedded = backend.embed(static, weights.root, inputs)
+    bank = jnp.zeros((embedded.shape[0], c.num_snapshots, c.hidden_size), embedded.dtype)
+    stream = Stream(embedded, bank, jnp.zeros_like(embedded))
+    pending = []
+    for layer in range(c.num_hidden_layers):
+        found: Record | None = None if record is None else {}
+        with jax.named_scope(f"layer{layer:02d}"):
+            stream, cache, waiting = run_layer(
+                static, backend, layer_weights(static, weights, layer), place(static, layer),
+                stream, cache, inputs, found, commit=commit,
+            )  # fmt: skip
+        if waiting is not None:
+            pending.append(waiting)
+        if record is not None and found is not None:
+            record |= {f"layer{layer:02d}.{name}": value for name, value in found.items()}
+    hidden = backend.head_in(
+        static, weights.root, stream.prefix, stream.snapshots, c.num_snapshots, stream.delta
+    )
+    if record is not None:
+        record |= {"embed": embedded, "hidden": hidden}
+    return hidden, cache, pending

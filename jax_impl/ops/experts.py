@@ -1,0 +1,98 @@
+"""Routed experts in the latent space (specification §3.6), MXFP4 weights dequantised in use."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from jax_impl.numerics import Numerics, f32
+from jax_impl.ops.mxfp4 import dequantise
+from jax_impl.ops.situ import situ
+
+
+class ExpertWeights(NamedTuple):
+    """One layer's experts: E experts, latent Z, width m (this rank's share of the width)."""
+
+    w13_packed: jax.Array  # u8 [E, 2m, Z/2]   gate rows, then up rows
+    w13_scale: jax.Array  # u8 [E, 2m, Z/32]
+    w2_packed: jax.Array  # u8 [E, Z, m/2]
+    w2_scale: jax.Array  # u8 [E, Z, m/32]
+
+
+# Up to this many (row, expert) pairs each pair gathers its own expert; beyond it, rows are grouped
+# by expert. The gathered form writes pairs x 3mZ dequantised numbers, the grouped one a single
+# expert at a time, which bounds memory in prefill.
+GATHER_PAIRS = 256
+BLOCK = 16  # rows of one expert handled together in the grouped form
+
+
+def routed_experts(
+    nx: Numerics,
+    latent: Float[Array, "N Z"],
+    ids: Int[Array, "N k"],
+    weights: Float[Array, "N k"],
+    w: ExpertWeights,
+    betas: tuple[float, float],
+) -> Float[Array, "N Z"]:
+    """Weighted sum over the chosen experts, f32 and not rounded (ranks' shares are summed first).
+
+    Each expert's output is rounded before it is weighted, as in both profiles.
+    """
+    form = gathered if ids.size <= GATHER_PAIRS else grouped
+    r = form(nx, latent, ids, w, betas)
+    return jnp.sum(f32(r) * weights[..., None], axis=1)
+
+
+def gathered(
+    nx: Numerics,
+    latent: Float[Array, "N Z"],
+    ids: Int[Array, "N k"],
+    w: ExpertWeights,
+    betas: tuple[float, float],
+) -> Float[Array, "N k Z"]:
+    """Every (row, expert) pair with its own copy of the expert's weights."""
+    mine = ExpertWeights(*(a[ids] for a in w))
+    gate_up = nx.round(
+        nx.einsum("nz,nkoz->nko", latent, dequantise(mine.w13_packed, mine.w13_scale))
+    )
+    gate, up = jnp.split(gate_up, 2, axis=-1)
+    h = situ(nx, gate, up, *betas)
+    return nx.round(nx.einsum("nkm,nkzm->nkz", h, dequantise(mine.w2_packed, mine.w2_scale)))
+
+
+def grouped(
+    nx: Numerics,
+    latent: Float[Array, "N Z"],
+    ids: Int[Array, "N k"],
+    w: ExpertWeights,
+    betas: tuple[float, float],
+) -> Float[Array, "N k Z"]:
+    """The same, expert by expert: pairs sorted by expert, `BLOCK` of them per loop turn."""
+    n, k = ids.shape
+    experts = w.w13_packed.shape[0]
+    flat = ids.reshape(-1)
+    order = jnp.argsort(flat, stable=True)
+    count = jnp.zeros(experts, jnp.int32).at[flat].add(1)
+    start = jnp.cumsum(count) - count
+    last_block = jnp.cumsum(-(-count // BLOCK))
+
+    def turn(i, out):
+        e = jnp.searchsorted(last_block, i, side="right")
+        first_block = last_block[e] - -(-count[e] // BLOCK)
+        within = (i - first_block) * BLOCK + jnp.arange(BLOCK)
+        pair = order[jnp.minimum(start[e] + within, n * k - 1)]
+        # surplus rows of a block compute something harmless and are dropped on writing
+        target = jnp.where(within < count[e], pair, n * k)
+        one = ExpertWeights(*(a[e] for a in w))
+        gate_up = nx.linear(latent[pair // k], dequantise(one.w13_packed, one.w13_scale))
+        gate, up = jnp.split(gate_up, 2, axis=-1)
+        h = situ(nx, gate, up, *betas)
+        r = nx.linear(h, dequantise(one.w2_packed, one.w2_scale))
+        return out.at[target].set(r, mode="drop")
+
+    out = jnp.zeros((n * k, latent.shape[1]), nx.dtype)
+    return lax.fori_loop(0, last_block[-1], turn, out).reshape(n, k, -1)

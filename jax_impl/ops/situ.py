@@ -1,0 +1,35 @@
+"""SiTU, the gated activation of all three feed-forward parts (specification §3.8)."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jax_impl.numerics import Numerics, f32
+
+
+def situ(
+    nx: Numerics,
+    gate: Float[Array, "*rows m"],
+    up: Float[Array, "*rows m"],
+    beta: float,
+    linear_beta: float,
+) -> Float[Array, "*rows m"]:
+    """b tanh(g/b) sigmoid(g) * c tanh(u/c) in f32, one rounding at the end."""
+    g, u = f32(gate), f32(up)
+    soft_gate = beta * jnp.tanh(g / beta) * jax.nn.sigmoid(g)
+    return nx.round(soft_gate * (linear_beta * jnp.tanh(u / linear_beta)))
+
+
+def situ_mlp(
+    nx: Numerics,
+    x: Float[Array, "*rows i"],
+    gate_up: Float[Array, "m2 i"],
+    down: Float[Array, "o m"],
+    beta: float,
+    linear_beta: float,
+) -> Float[Array, "*rows o"]:
+    """down · SiTU(gate x, up x); f32 and not rounded, since the ranks' shares are summed first."""
+    gate, up = jnp.split(nx.linear(x, gate_up), 2, axis=-1)
+    return nx.project(situ(nx, gate, up, beta, linear_beta), down)

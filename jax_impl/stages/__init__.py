@@ -1,0 +1,1 @@
+"""The twelve stages of a layer: `standard` (XLA); `specialized` (Pallas kernels) is to come."""

@@ -1,0 +1,317 @@
+"""The twelve stages in plain JAX: the `auto` path, and the reference of every kernel.
+
+Each stage takes the static settings, this layer's weights, then arrays. Activations are rows
+[N, D], N = B T; what crosses ranks is reduced or gathered inside the stage, so that every value
+between stages is either equal on all ranks or this rank's part as the docstring says.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jax_impl.cache import StepInputs
+from jax_impl.collectives import all_gather, all_reduce, rank_index
+from jax_impl.numerics import Numerics, f32
+from jax_impl.ops import kda as kda_ops
+from jax_impl.ops import mla as mla_ops
+from jax_impl.ops.attn_res import attn_res
+from jax_impl.ops.experts import ExpertWeights, routed_experts
+from jax_impl.ops.norm import gated_rmsnorm, l2norm, rmsnorm
+from jax_impl.ops.router import choose_experts
+from jax_impl.ops.situ import situ_mlp
+from jax_impl.params import Dense, Kda, LayerNorms, Mla, Moe, Root
+from jax_impl.static import Static
+
+
+def embed(static: Static, w: Root, inputs: StepInputs) -> jax.Array:
+    """Token rows of the embedding table [N, D]; zeros where the token is not real. Crosses ranks."""
+    rows = w.embed_tokens.shape[0]
+    local = inputs.tokens.reshape(-1) - rank_index(static.ranks) * rows
+    here = (local >= 0) & (local < rows) & inputs.row_live().reshape(-1)
+    found = w.embed_tokens[jnp.clip(local, 0, rows - 1)].astype(static.nx.dtype)
+    return all_reduce(jnp.where(here[:, None], found, 0), static.ranks)
+
+
+def _mix_and_norm(static: Static, prefix, snapshots, count, res_norm, res_proj, norm) -> jax.Array:
+    nx, eps = static.nx, static.config.rms_norm_eps
+    mixed = attn_res(nx, prefix, snapshots, count, res_norm, res_proj, eps)
+    if nx.profile == "H":  # V hands the f32 mixture to the norm that follows
+        mixed = nx.round(mixed)
+    return rmsnorm(nx, mixed, norm, eps)
+
+
+def attn_in(
+    static: Static,
+    w: LayerNorms,
+    prefix: jax.Array,
+    snapshots: jax.Array,
+    count: int | jax.Array,
+    delta: jax.Array,
+    *,
+    starts_block: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Add the pending `delta`, mix, take the snapshot after the mix, norm.
+
+    Args: prefix, delta [N, D]; snapshots [N, J, D] of which `count` are valid.
+    Returns: x [N, D], the prefix with delta, the snapshots (one more when a block starts).
+    """
+    prefix = static.nx.round(f32(prefix) + f32(delta))
+    x = _mix_and_norm(
+        static,
+        prefix,
+        snapshots,
+        count,
+        w.self_attention_res_norm,
+        w.self_attention_res_proj,
+        w.input_layernorm,
+    )
+    if starts_block:
+        snapshots = snapshots.at[:, count].set(prefix)
+    return x, prefix, snapshots
+
+
+def kda(
+    static: Static,
+    w: Kda,
+    layer: int | jax.Array,
+    x: jax.Array,
+    inputs: StepInputs,
+    state: jax.Array,
+    window: jax.Array,
+) -> tuple[jax.Array, tuple[kda_ops.Records, jax.Array]]:
+    """KDA up to its gated norm; reads slot state and window, writes nothing.
+
+    Args: x [N, D]; `layer` counts KDA layers; state [L, S, H, V, K], window [L, S, W, C].
+    Returns: heads [N, P] on this rank, and what `kda_commit` needs (records, raw projections).
+    """
+    c, nx = static.config, static.nx
+    batch, tokens = inputs.tokens.shape
+    heads, width = c.kda_num_heads // static.ranks.size, c.kda_head_dim
+    p = heads * width
+    fused = nx.linear(x, w.in_proj).reshape(batch, tokens, -1)
+    raw, gate, low_rank, strength = jnp.split(fused, [3 * p, 4 * p, 4 * p + width], axis=-1)
+    z = nx.linear(low_rank, w.f_b_proj)
+    old_state, old_window = _slot_contents(inputs, layer, state, window)
+    mixed = kda_ops.short_conv(nx, raw, old_window, w.conv1d)
+    q, k, v = (
+        part.reshape(batch, tokens, heads, width) for part in jnp.split(mixed, 3, axis=-1)
+    )
+    g = kda_ops.log_decay(
+        z.reshape(batch, tokens, heads, width),
+        w.dt_bias.reshape(heads, width),
+        w.A_log,
+        c.gate_lower_bound,
+    )
+    _, o, records = kda_ops.recurrence(
+        old_state,
+        l2norm(q) * width**-0.5,
+        l2norm(k),
+        f32(v),
+        g,
+        jax.nn.sigmoid(f32(strength)),
+        inputs.count,
+    )
+    gate = gate.reshape(batch, tokens, heads, width)
+    y = gated_rmsnorm(nx, nx.round(o), gate, w.o_norm, c.rms_norm_eps)
+    return y.reshape(batch * tokens, p), (records, raw)
+
+
+def _slot_contents(inputs: StepInputs, layer, state, window) -> tuple[jax.Array, jax.Array]:
+    """State [B, H, V, K] and window [B, W, C] of each row; zeros without history (and for pads)."""
+    slot = jnp.maximum(inputs.slot, 0)
+    has_history = inputs.live & (inputs.position > 0)
+    old_state, old_window = state[layer, slot], window[layer, slot]
+    return (
+        jnp.where(has_history[:, None, None, None], old_state, 0),
+        jnp.where(has_history[:, None, None], old_window, 0),
+    )
+
+
+def kda_commit(
+    static: Static,
+    layer: int | jax.Array,
+    pending: tuple[kda_ops.Records, jax.Array],
+    count: jax.Array,
+    inputs: StepInputs,
+    state: jax.Array,
+    window: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Make state and window of each live slot those of its first `count` rows. In place.
+
+    Args: count i32 [B], 1..T; state [L, S, H, V, K], window [L, S, W, C]. Pad rows change nothing.
+    """
+    records, raw = pending
+    old_state, old_window = _slot_contents(inputs, layer, state, window)
+    new_state = kda_ops.replay(old_state, records, count)
+    new_window = kda_ops.next_window(raw, old_window, count)
+    # -1 would wrap to the last slot before the bounds check; an index beyond the end is dropped
+    target = jnp.where(inputs.live, inputs.slot, state.shape[1])
+    return (
+        state.at[layer, target].set(new_state, mode="drop"),
+        window.at[layer, target].set(new_window, mode="drop"),
+    )
+
+
+def mla(
+    static: Static,
+    w: Mla,
+    layer: int | jax.Array,
+    x: jax.Array,
+    inputs: StepInputs,
+    kv_latent: jax.Array,
+    kv_scale: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """MLA up to its output gate: write the new latent rows, then attend over the whole sequence.
+
+    Args: x [N, D]; `layer` counts MLA layers; kv_latent [L, P, page, latent + rope].
+    Returns: heads [N, H v] on this rank, kv_latent (in place).
+    """
+    c, nx = static.config, static.nx
+    batch, tokens = inputs.tokens.shape
+    rank, eps = c.kv_lora_rank, static.run.latent_eps
+    fused = nx.linear(x, w.in_proj)
+    q_a, kv_a, gate = jnp.split(fused, [c.q_lora_rank, c.q_lora_rank + c.kv_row], axis=-1)
+    q = nx.linear(rmsnorm(nx, q_a, w.q_a_layernorm, eps), w.q_b_proj)
+    latent = rmsnorm(nx, kv_a[:, :rank], w.kv_a_layernorm, eps)
+    rows = jnp.concatenate([latent, kv_a[:, rank:]], axis=-1).reshape(batch, tokens, -1)
+    kv_latent = _write_latent(inputs, layer, rows, kv_latent, kv_scale)
+    kv, visible = _read_latent(nx, inputs, layer, kv_latent, kv_scale)
+    w_uk, w_uv = mla_ops.split_kv_b(w.kv_b_proj, c.qk_nope_head_dim, c.v_head_dim)
+    attend = (
+        mla_ops.explicit_attention if nx.profile == "H" else mla_ops.absorbed_attention
+    )
+    o = attend(nx, q.reshape(batch, tokens, -1, c.qk_head_dim), kv, w_uk, w_uv, visible)
+    return mla_ops.output_gate(nx, o.reshape(gate.shape), gate), kv_latent
+
+
+def _write_latent(inputs: StepInputs, layer, rows, kv_latent, kv_scale) -> jax.Array:
+    pages, page_size = kv_latent.shape[1:3]
+    position = inputs.position[:, None] + jnp.arange(rows.shape[1])
+    page = jnp.take_along_axis(inputs.page_table, position // page_size, axis=1, mode="clip")
+    page = jnp.where(inputs.row_live() & (page >= 0), page, pages)  # beyond the end: dropped
+    stored = mla_ops.to_cache(rows, kv_latent.dtype, kv_scale)
+    return kv_latent.at[layer, page, position % page_size].set(stored, mode="drop")
+
+
+def _read_latent(nx: Numerics, inputs: StepInputs, layer, kv_latent, kv_scale):
+    """Rows [B, S, latent + rope] of each sequence, and which of them each token sees [B, T, S].
+
+    Rows beyond a sequence's end are replaced, not multiplied by zero: their pages may hold NaN.
+    """
+    pages, page_size = kv_latent.shape[1:3]
+    batch, tokens = inputs.tokens.shape
+    table = jnp.clip(inputs.page_table, 0, pages - 1)
+    kv = kv_latent[layer, table].reshape(batch, -1, kv_latent.shape[-1])
+    where = jnp.arange(kv.shape[1])
+    end = jnp.where(inputs.live, inputs.position + inputs.count, 0)
+    stored = where < end[:, None]
+    kv = jnp.where(stored[..., None], mla_ops.from_cache(nx, kv, kv_scale), 0)
+    last = inputs.position[:, None] + jnp.arange(tokens)
+    return kv, stored[:, None] & (where <= last[..., None])
+
+
+def attn_out(
+    static: Static,
+    w: LayerNorms,
+    o_proj: jax.Array,
+    heads: jax.Array,
+    prefix: jax.Array,
+    snapshots: jax.Array,
+    count: int | jax.Array,
+    *,
+    starts_block: bool,
+) -> tuple[jax.Array, jax.Array]:
+    """o_proj, sum over ranks, reset or add to the prefix, mix, norm. Crosses ranks.
+
+    Args: heads [N, P] on this rank; snapshots [N, J, D], `count` valid.
+    Returns: y [N, D], the new prefix [N, D].
+    """
+    nx = static.nx
+    a = nx.round(all_reduce(nx.project(heads, o_proj), static.ranks))
+    prefix = a if starts_block else nx.round(f32(prefix) + f32(a))
+    y = _mix_and_norm(
+        static,
+        prefix,
+        snapshots,
+        count,
+        w.mlp_res_norm,
+        w.mlp_res_proj,
+        w.post_attention_layernorm,
+    )
+    return y, prefix
+
+
+def dense(static: Static, w: Dense, y: jax.Array) -> jax.Array:
+    """Dense feed-forward part, y [N, D] -> delta [N, D]. Crosses ranks."""
+    partial = situ_mlp(static.nx, y, w.gate_up_proj, w.down_proj, *static.betas)
+    return static.nx.round(all_reduce(partial, static.ranks))
+
+
+def route(static: Static, w: Moe, y: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Latent [N, Z], expert ids i32 [N, k] and expert weights f32 [N, k]. Crosses ranks."""
+    c, nx = static.config, static.nx
+    logits = all_gather(nx.project(y, w.gate), static.ranks)
+    latent = all_gather(nx.linear(y, w.routed_expert_down_proj), static.ranks)
+    ids, weights = choose_experts(
+        logits,
+        w.e_score_correction_bias,
+        c.num_experts_per_token,
+        c.num_expert_group,
+        c.topk_group,
+        c.routed_scaling_factor,
+    )
+    return latent, ids, weights
+
+
+def experts(
+    static: Static,
+    w: Moe,
+    y: jax.Array,
+    latent: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """This rank's share of the routed sum [N, Z] and of the shared experts [N, D], both f32."""
+    packed = ExpertWeights(w.w13_packed, w.w13_scale, w.w2_packed, w.w2_scale)
+    routed = routed_experts(static.nx, latent, ids, weights, packed, static.betas)
+    shared = situ_mlp(
+        static.nx, y, w.shared_gate_up_proj, w.shared_down_proj, *static.betas
+    )
+    return routed, shared
+
+
+def moe_out(static: Static, w: Moe, routed: jax.Array, shared: jax.Array) -> jax.Array:
+    """Sum the ranks' shares, norm the complete latent sum, project up, add. Crosses ranks.
+
+    The norm is not linear: it must see the sum over all experts and all ranks.
+    """
+    nx = static.nx
+    total = nx.round(all_reduce(routed, static.ranks))
+    normed = rmsnorm(nx, total, w.routed_expert_norm, static.config.rms_norm_eps)
+    up = all_gather(nx.linear(normed, w.routed_expert_up_proj), static.ranks)
+    shared = nx.round(all_reduce(shared, static.ranks))
+    return nx.round(f32(up) + f32(shared))
+
+
+def head_in(
+    static: Static,
+    w: Root,
+    prefix: jax.Array,
+    snapshots: jax.Array,
+    count: int | jax.Array,
+    delta: jax.Array,
+) -> jax.Array:
+    """Add the last delta, mix over all snapshots, final norm: hidden [N, D]."""
+    nx, eps = static.nx, static.config.rms_norm_eps
+    prefix = nx.round(f32(prefix) + f32(delta))
+    mixed = attn_res(
+        nx, prefix, snapshots, count, w.output_attn_res_norm, w.output_attn_res_proj, eps
+    )
+    return rmsnorm(nx, nx.round(mixed), w.norm, eps)
+
+
+def logits(static: Static, w: Root, hidden: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Vocabulary shard of the logits f32 [N, X], and per row their (max, argmax)."""
+    values = f32(static.nx.linear(hidden, w.lm_head))
+    return values, jnp.max(values, -1), jnp.argmax(values, -1).astype(jnp.int32)

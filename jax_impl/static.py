@@ -1,0 +1,28 @@
+"""`Static`: the hashable settings every stage gets as its first argument."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from jax_impl.collectives import Ranks
+from jax_impl.config import ModelConfig, RunConfig
+from jax_impl.numerics import Numerics
+
+
+@dataclass(frozen=True)
+class Static:
+    """Everything about a step that is fixed when it is built; hashable."""
+
+    config: ModelConfig
+    run: RunConfig
+    ranks: Ranks = Ranks()
+
+    @property
+    def nx(self) -> Numerics:
+        """The rounding rules."""
+        return Numerics(self.run.compute, self.run.profile)
+
+    @property
+    def betas(self) -> tuple[float, float]:
+        """The two soft caps of SiTU."""
+        return self.config.activation_situ_beta, self.config.activation_situ_linear_beta

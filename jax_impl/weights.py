@@ -1,0 +1,224 @@
+"""The table of weight arrays: tensors, shapes, dtypes and cuts over ranks; no JAX import.
+
+Everything that needs to know a weight derives it from here: the loader's reads, the memory
+estimate, random weights and the partition specs. An array stacks the layers of one kind on its
+leading axis; where several checkpoint tensors feed the same product they are joined along their
+rows, rank by rank, so that one matrix product serves them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from jax_impl.config import GROUP, ModelConfig
+
+BF16, F32, U8 = "bfloat16", "float32", "uint8"
+BYTES = {BF16: 2, F32: 4, U8: 1}
+
+
+@dataclass(frozen=True)
+class Part:
+    """One checkpoint tensor per layer (per expert where the array says so).
+
+    Attributes:
+        key: name behind the layer prefix; `{e}` stands for the expert number.
+        shape: shape as used, before any cut.
+        cut: axis that is cut over the ranks, or None for a copy on every rank.
+        stored: shape in the file where it differs (the convolution's extra axis).
+        padded: the file may hold more entries than `shape`, all zero (`A_log`).
+    """
+
+    key: str
+    shape: tuple[int, ...]
+    cut: int | None = None
+    stored: tuple[int, ...] | None = None
+    padded: bool = False
+
+
+@dataclass(frozen=True)
+class WeightArray:
+    """One device array: `parts` joined along axis 0, stacked over `layers` (and experts)."""
+
+    kind: str
+    name: str
+    dtype: str
+    parts: tuple[Part, ...]
+    per_expert: bool = False
+
+    def shape(self, c: ModelConfig, ranks: int = 1) -> tuple[int, ...]:
+        """Shape of one rank's array, with the leading layer (and expert) axes."""
+        locals_ = [local_shape(p, ranks) for p in self.parts]
+        joined = (sum(s[0] for s in locals_), *locals_[0][1:])
+        lead = () if self.kind == "root" else (len(layers_of(c, self.kind)),)
+        return (*lead, *((c.num_experts,) if self.per_expert else ()), *joined)
+
+
+def local_shape(part: Part, ranks: int) -> tuple[int, ...]:
+    """Shape of one rank's share of `part`.
+
+    Raises:
+        ValueError: the cut axis does not divide by `ranks`.
+    """
+    if part.cut is None or ranks == 1:
+        return part.shape
+    size = part.shape[part.cut]
+    if size % ranks:
+        raise ValueError(
+            f"{part.key}: axis {part.cut} of {part.shape} does not divide by {ranks} ranks"
+        )
+    return (*part.shape[: part.cut], size // ranks, *part.shape[part.cut + 1 :])
+
+
+def layers_of(c: ModelConfig, kind: str) -> tuple[int, ...]:
+    """0-based layer numbers that hold the arrays of `kind`, in stacking order."""
+    every = range(c.num_hidden_layers)
+    return {
+        "layer": tuple(every),
+        "kda": c.kda_layers,
+        "mla": c.mla_layers,
+        "dense": tuple(i for i in every if c.is_dense(i)),
+        "moe": tuple(i for i in every if not c.is_dense(i)),
+    }[kind]
+
+
+def weight_table(c: ModelConfig) -> tuple[WeightArray, ...]:
+    """All weight arrays of a model, one row per array."""
+    d, v = c.hidden_size, c.vocab_size
+    return (
+        _one("root", "embed_tokens", "model.embed_tokens.weight", (v, d), 0),
+        _one("root", "norm", "model.norm.weight", (d,)),
+        _one("root", "output_attn_res_norm", "model.output_attn_res_norm.weight", (d,)),
+        _one("root", "output_attn_res_proj", "model.output_attn_res_proj.weight", (1, d)),
+        _one("root", "lm_head", "lm_head.weight", (v, d), 0),
+        _one("layer", "input_layernorm", "input_layernorm.weight", (d,)),
+        _one("layer", "post_attention_layernorm", "post_attention_layernorm.weight", (d,)),
+        _one("layer", "self_attention_res_norm", "self_attention_res_norm.weight", (d,)),
+        _one("layer", "self_attention_res_proj", "self_attention_res_proj.weight", (1, d)),
+        _one("layer", "mlp_res_norm", "mlp_res_norm.weight", (d,)),
+        _one("layer", "mlp_res_proj", "mlp_res_proj.weight", (1, d)),
+        *_kda(c),
+        *_mla(c),
+        *_gated_mlp("dense", "", "mlp", d, c.intermediate_size),
+        *_moe(c),
+    )
+
+
+def _one(
+    kind: str, name: str, key: str, shape: tuple[int, ...], cut: int | None = None, dtype: str = BF16
+) -> WeightArray:
+    return WeightArray(kind, name, dtype, (Part(key, shape, cut),))
+
+
+def _joined(
+    kind: str, name: str, prefix: str, rows: list[tuple[str, int, int | None]], cols: int
+) -> WeightArray:
+    parts = tuple(Part(f"{prefix}.{key}.weight", (o, cols), cut) for key, o, cut in rows)
+    return WeightArray(kind, name, BF16, parts)
+
+
+def _gated_mlp(
+    kind: str, name: str, prefix: str, d: int, width: int
+) -> tuple[WeightArray, WeightArray]:
+    gate_up: list[tuple[str, int, int | None]] = [("gate_proj", width, 0), ("up_proj", width, 0)]
+    return (
+        _joined(kind, f"{name}gate_up_proj", prefix, gate_up, d),
+        _one(kind, f"{name}down_proj", f"{prefix}.down_proj.weight", (d, width), 1),
+    )
+
+
+def _kda(c: ModelConfig) -> tuple[WeightArray, ...]:
+    d, p, hd, h, taps = (
+        c.hidden_size,
+        c.kda_width,
+        c.kda_head_dim,
+        c.kda_num_heads,
+        c.short_conv_kernel_size,
+    )
+    conv = tuple(
+        Part(f"self_attn.{x}_conv1d.weight", (p, taps), 0, stored=(p, 1, taps)) for x in "qkv"
+    )
+    rows: list[tuple[str, int, int | None]] = [(f"{x}_proj", p, 0) for x in "qkvg"]
+    a_log = Part("self_attn.A_log", (h,), 0, padded=True)
+    return (
+        _joined("kda", "in_proj", "self_attn", [*rows, ("f_a_proj", hd, None), ("b_proj", h, 0)], d),
+        _one("kda", "f_b_proj", "self_attn.f_b_proj.weight", (p, hd), 0),
+        WeightArray("kda", "conv1d", F32, conv),
+        WeightArray("kda", "A_log", F32, (a_log,)),
+        _one("kda", "dt_bias", "self_attn.dt_bias", (p,), 0, dtype=F32),
+        _one("kda", "o_norm", "self_attn.o_norm.weight", (hd,), dtype=F32),
+        _one("kda", "o_proj", "self_attn.o_proj.weight", (d, p), 1),
+    )
+
+
+def _mla(c: ModelConfig) -> tuple[WeightArray, ...]:
+    d, n, rq, rkv = c.hidden_size, c.num_attention_heads, c.q_lora_rank, c.kv_lora_rank
+    kv = n * (c.qk_nope_head_dim + c.v_head_dim)
+    rows: list[tuple[str, int, int | None]] = [
+        ("q_a_proj", rq, None),
+        ("kv_a_proj_with_mqa", c.kv_row, None),
+        ("g_proj", n * c.v_head_dim, 0),
+    ]
+    return (
+        _joined("mla", "in_proj", "self_attn", rows, d),
+        _one("mla", "q_a_layernorm", "self_attn.q_a_layernorm.weight", (rq,)),
+        _one("mla", "q_b_proj", "self_attn.q_b_proj.weight", (n * c.qk_head_dim, rq), 0),
+        _one("mla", "kv_a_layernorm", "self_attn.kv_a_layernorm.weight", (rkv,)),
+        _one("mla", "kv_b_proj", "self_attn.kv_b_proj.weight", (kv, rkv), 0),
+        _one("mla", "o_proj", "self_attn.o_proj.weight", (d, n * c.v_head_dim), 1),
+    )
+
+
+def _moe(c: ModelConfig) -> tuple[WeightArray, ...]:
+    d, e, z, m = (
+        c.hidden_size,
+        c.num_experts,
+        c.routed_expert_hidden_size,
+        c.moe_intermediate_size,
+    )
+    moe = "block_sparse_moe"
+
+    def expert(name: str, keys: tuple[str, ...], suffix: str, shape: tuple[int, int], cut: int):
+        parts = tuple(Part(f"{moe}.experts.{{e}}.{k}.weight_{suffix}", shape, cut) for k in keys)
+        return WeightArray("moe", name, U8, parts, per_expert=True)
+
+    down, up = f"{moe}.routed_expert_down_proj.weight", f"{moe}.routed_expert_up_proj.weight"
+    return (
+        _one("moe", "gate", f"{moe}.gate.weight", (e, d), 0),
+        _one(
+            "moe",
+            "e_score_correction_bias",
+            f"{moe}.gate.e_score_correction_bias",
+            (e,),
+            dtype=F32,
+        ),
+        _one("moe", "routed_expert_down_proj", down, (z, d), 0),
+        _one("moe", "routed_expert_norm", f"{moe}.routed_expert_norm.weight", (z,)),
+        _one("moe", "routed_expert_up_proj", up, (d, z), 0),
+        *_gated_mlp("moe", "shared_", f"{moe}.shared_experts", d, c.shared_intermediate_size),
+        expert("w13_packed", ("w1", "w3"), "packed", (m, z // 2), 0),
+        expert("w13_scale", ("w1", "w3"), "scale", (m, z // GROUP), 0),
+        expert("w2_packed", ("w2",), "packed", (z, m // 2), 1),
+        expert("w2_scale", ("w2",), "scale", (z, m // GROUP), 1),
+    )
+
+
+def padded_length(c: ModelConfig) -> int:
+    """Length of a padded `A_log`: the release stores 128 entries for 96 heads of width 128."""
+    return max(c.kda_num_heads, c.kda_head_dim)
+
+
+def layer_prefix(c: ModelConfig, kind: str, layer: int) -> str:
+    """What stands before a part's key in the checkpoint."""
+    return c.weights_prefix + ("" if kind == "root" else f"model.layers.{layer}.")
+
+
+def checkpoint_tensors(c: ModelConfig) -> Iterator[tuple[str, Part, str]]:
+    """Every tensor the text model consumes: (full name, part, dtype), in loading order."""
+    for array in weight_table(c):
+        for layer in (0,) if array.kind == "root" else layers_of(c, array.kind):
+            prefix = layer_prefix(c, array.kind, layer)
+            for part in array.parts:
+                experts = range(c.num_experts) if array.per_expert else (0,)
+                for e in experts:
+                    yield prefix + part.key.format(e=e), part, array.dtype

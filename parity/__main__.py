@@ -1,0 +1,82 @@
+"""Command line: `python -m parity run | golden | compare`.
+
+Exit status 0: everything asked for ran and passed. 1: something failed or did not run. 2: bad input.
+JAX and PyTorch are imported by the commands, not by this module, so that `--help` is quick.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+
+@dataclass(frozen=True)
+class Run:
+    """Runs suites over the recorded folders that come with the package."""
+
+    suite: str = "ops,model,mutants"
+    """Suites, separated by commas: ops, model, mutants."""
+    report: Path | None = None
+    """Directory for index.html and parity.json."""
+    json: str | None = None
+    """File for the JSON document; - is stdout (the table then goes to stderr)."""
+
+
+@dataclass(frozen=True)
+class Golden:
+    """Compares any recorded folders, also ones never seen before."""
+
+    dirs: tyro.conf.Positional[tuple[Path, ...]]
+    """Folders; their kind is read from golden.json or from the files in them."""
+    report: Path | None = None
+    """Directory for index.html and parity.json."""
+    json: str | None = None
+    """File for the JSON document; - is stdout (the table then goes to stderr)."""
+
+
+@dataclass(frozen=True)
+class Compare:
+    """Compares the JAX implementation with the PyTorch reference on a checkpoint directory."""
+
+    ckpt: tyro.conf.Positional[Path]
+    """Checkpoint directory with config.json and safetensors files."""
+    prompt_ids: str | None = None
+    """A file with ids, or the ids themselves (separated by commas or blanks); default: random."""
+    steps: int = 16
+    """Greedy tokens after the prompt."""
+    report: Path | None = None
+    """Directory for index.html and parity.json."""
+    json: str | None = None
+    """File for the JSON document; - is stdout (the table then goes to stderr)."""
+
+
+Command = (
+    Annotated[Run, tyro.conf.subcommand("run")]
+    | Annotated[Golden, tyro.conf.subcommand("golden")]
+    | Annotated[Compare, tyro.conf.subcommand("compare")]
+)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Parses the command line, runs it, returns the exit status."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    command = tyro.cli(Command, args=arguments, prog="python -m parity", description=__doc__)  # type: ignore[arg-type]
+    from parity import commands
+
+    try:
+        verdicts = commands.execute(command)
+    except commands.BadInput as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    from parity import report
+
+    report.deliver(verdicts, ["parity", *arguments], command.json, command.report)
+    return 0 if report.good(verdicts) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

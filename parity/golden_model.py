@@ -1,0 +1,263 @@
+"""Recorded folders of kind `model_*`: whole tiny checkpoints with everything they computed.
+
+Four runs per folder (float32 and bf16, profiles H and V, the latent epsilon of the published file).
+Numbers judged: logits, greedy ids, router choices, per-layer streams, caches after the prompt and
+at the end, and the agreement of whole, windowed, stepwise and batched processing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from parity import metrics
+from parity.driver import ROWS, WINDOW, Arrays, Driver, Sequence, Session, greedy, in_windows
+from parity.folders import Folder
+from parity.tolerances import tolerance
+from parity.verdict import Verdict, Where, compare, failed, judge, not_run
+
+RUNS = (("float32", "H"), ("float32", "V"), ("bfloat16", "H"), ("bfloat16", "V"))
+EPS = 1e-6  # latent norms of the published file
+PARTS = ("whole", "stepwise", "windows")
+_NEEDED = ("prompt_ids", "greedy_ids", "seq_ids", "logits_f64", "greedy_top2_margin_f64")
+
+
+def check_model(
+    folder: Folder,
+    runs: tuple[tuple[str, str], ...] = RUNS,
+    parts: tuple[str, ...] = PARTS,
+) -> Iterator[Verdict]:
+    """Compares a folder under the given (dtype, profile) runs; `parts` as in `PARTS`."""
+    where = Where("model", folder.name, "-")
+    missing = [n for n in _NEEDED if n not in folder.tensors]
+    if missing:
+        yield not_run(where, "all", f"golden.safetensors lacks {', '.join(missing)}")
+        return
+    for dtype, profile in runs:
+        yield from ModelCheck(folder, dtype, profile).verdicts(parts)
+
+
+class ModelCheck:
+    """One folder under one dtype and profile."""
+
+    def __init__(self, folder: Folder, dtype: str, profile: str) -> None:
+        """Loads the checkpoint."""
+        self.folder, self.g = folder, folder.tensors
+        self.ids = np.asarray(self.g["seq_ids"])
+        self.prompt = np.asarray(self.g["prompt_ids"])
+        self.where = Where("model", folder.name, "-", dtype, profile)
+        longest = max(len(self.ids), len(self.g.get("prompt2_ids", ())) + 8)
+        self.driver = Driver.open(folder.path, dtype, profile, longest, mla_norm_eps=EPS)
+        self.f32 = dtype == "float32"
+
+    def verdicts(self, parts: tuple[str, ...]) -> Iterator[Verdict]:
+        """All comparisons of the parts asked for."""
+        logits = None
+        if "whole" in parts:
+            logits, session, sequence, record = self.driver.whole(self.ids)
+            yield from self.whole(logits, session, sequence, record)
+        if "stepwise" in parts:
+            yield from self.stepwise(logits)
+        if "windows" in parts and self.f32:
+            yield from self.windows(logits)
+            if "prompt2_ids" in self.g:
+                yield from self.batch()
+
+    # ---- parts ----
+    def whole(
+        self, logits: np.ndarray, session: Session, sequence: Sequence, record: Arrays
+    ) -> Iterator[Verdict]:
+        """The whole sequence in one step, with everything it recorded."""
+        at = self.where.at(case="whole")
+        yield self._logits(at, "logits", logits, self.g["logits_f64"])
+        yield from self.streams(at, record)
+        yield from self._caches(at, "seq", session.caches(sequence))
+        yield self._untouched(at, session, [sequence])
+
+    def stepwise(self, whole: np.ndarray | None) -> Iterator[Verdict]:
+        """Prompt one token at a time, then greedy choices fed back."""
+        at, session = self.where.at(case="stepwise"), Session(self.driver, seed=2)
+        sequence, prompt = session.sequence(slot=3), self.prompt
+        want = np.asarray(self.g["greedy_ids"])
+        for token in prompt[:-1]:
+            session.step([None, (sequence, np.array([token]))], 1)
+        ids = greedy(session, sequence, prompt[-1:], len(want), row=1)
+        rows = sequence.rows()
+        found = metrics.first_divergence(ids, want, np.asarray(self.g["greedy_top2_margin_f64"]))
+        yield self._greedy(at, "greedy_ids", ids, want, found)
+        own = np.argmax(rows[len(prompt) - 1 :], -1)[: len(ids)]
+        yield compare(at, "token is argmax", ids, own, "equal")
+        fed = min(len(prompt) + found["equal_prefix"], len(rows))  # later rows saw other tokens
+        yield self._logits(at, "logits", rows[:fed], self.g["logits_f64"][:fed])
+        if whole is not None and self.f32:
+            note = "against our own whole-sequence step"
+            yield compare(
+                at.at(against="jax, whole"), "logits", rows[:fed], whole[:fed], "agreement", note=note
+            )
+        if self.f32 and found["equal_prefix"] == len(want):
+            yield from self._caches(at, "seq", session.caches(sequence))
+        yield self._untouched(at, session, [sequence])
+        yield from self._second_prompt(at)
+
+    def _second_prompt(self, at: Where) -> Iterator[Verdict]:
+        if "prompt2_greedy_ids" not in self.g or "prompt2_ids" not in self.g:
+            return
+        session = Session(self.driver, seed=3)
+        sequence, want = session.sequence(slot=0), np.asarray(self.g["prompt2_greedy_ids"])
+        ids = greedy(session, sequence, self.g["prompt2_ids"], len(want), row=0)
+        margins = np.asarray(self.g.get("prompt2_greedy_top2_margin_f64", np.zeros(len(want))))
+        found = metrics.first_divergence(ids, want, margins)
+        yield self._greedy(at, "prompt2_greedy_ids", ids, want, found, recorded_bf16=False)
+        n = len(self.g["prompt2_ids"])
+        yield self._logits(at, "prompt2_logits", sequence.rows()[:n], self.g["prompt2_logits_f64"])
+
+    def windows(self, whole: np.ndarray | None) -> Iterator[Verdict]:
+        """The sequence in windows of many sizes; caches after the prompt and at the end."""
+        at, session = self.where.at(case="windows"), Session(self.driver, seed=4)
+        sequence, split = session.sequence(slot=1), len(self.prompt)
+        in_windows(session, sequence, self.ids[:split], 0, [3, WINDOW, 1, WINDOW - 1])
+        yield from self._caches(at, "prompt", session.caches(sequence))
+        in_windows(session, sequence, self.ids[split:], 1, [2, 1, WINDOW, 5])
+        rows = sequence.rows()
+        yield self._logits(at, "logits", rows, self.g["logits_f64"])
+        if whole is not None:
+            yield compare(at.at(against="jax, whole"), "logits", rows, whole, "agreement")
+        yield from self._caches(at, "seq", session.caches(sequence))
+        yield self._untouched(at, session, [sequence])
+
+    def batch(self) -> Iterator[Verdict]:
+        """Both prompts in one batch, windows of unequal size, against each of them alone."""
+        at, session = self.where.at(case="batch"), Session(self.driver, seed=5)
+        first, second = session.sequence(slot=4), session.sequence(slot=0)
+        ids, other, turn = self.prompt, np.asarray(self.g["prompt2_ids"]), 0
+        while first.position < len(ids) or second.position < len(other):
+            a, b = (WINDOW, 2) if turn % 2 else (4, 3)
+            parts = [(second, other, b), (first, ids, a)]
+            rows = [
+                (q, x[q.position : q.position + n]) if q.position < len(x) else None
+                for q, x, n in parts
+            ]
+            session.step(rows, WINDOW)
+            turn += 1
+        for name, sequence, tokens, want in (
+            ("prompt", first, ids, self.g["logits_f64"][: len(ids)]),
+            ("prompt2", second, other, self.g["prompt2_logits_f64"]),
+        ):
+            alone = Session(self.driver, seed=6)
+            single = alone.sequence(slot=2)
+            in_windows(alone, single, tokens, 0, [WINDOW])
+            yield self._logits(at, f"{name} logits", sequence.rows(), want)
+            yield compare(
+                at.at(against="jax, alone"), f"{name} logits", sequence.rows(), single.rows(), "agreement"
+            )
+        yield from self._caches(at, "prompt", session.caches(first))
+        yield self._untouched(at, session, [first, second])
+
+    # ---- quantities ----
+    def _logits(self, at: Where, quantity: str, got: np.ndarray, want: np.ndarray) -> Verdict:
+        extra = {}
+        for kind in ("f32", "bf16"):
+            published = self.g.get(f"logits_{kind}")
+            if published is not None and len(got) == len(published):
+                found = metrics.distance(published, np.asarray(want))
+                extra |= {f"published_{kind}_{m}": found[m] for m in ("max_abs", "rms")}
+        want = np.asarray(want, np.float64)
+        return compare(at, quantity, got, want, "logits", logits=True, extra=extra)
+
+    def _greedy(
+        self, at: Where, quantity: str, ids: np.ndarray, want: np.ndarray,
+        found: metrics.Metrics, *, recorded_bf16: bool = True,
+    ) -> Verdict:  # fmt: skip
+        """Ids are right up to the first place where the recorded margin allows another choice.
+
+        In bf16 they must also reach as far as the recorded bf16 run did, whatever the margin.
+        """
+        limit, note = tolerance("greedy", at.dtype), f"{found['equal_prefix']} of {len(want)} equal"
+        found = {"margin": 0.0} | found
+        recorded = self.g.get("bf16_greedy_ids") if recorded_bf16 and not self.f32 else None
+        if recorded is not None:
+            reach = metrics.first_divergence(np.asarray(recorded), want)["equal_prefix"]
+            found["recorded_bf16_prefix"] = reach
+            note += f", the recorded bf16 run reached {reach}"
+            if found["equal_prefix"] >= reach:
+                found["margin"] = 0.0
+        return judge(at, quantity, found, limit, note)
+
+    def streams(self, at: Where, record: Arrays) -> Iterator[Verdict]:
+        """Every recorded stream of every layer, and the router's choices."""
+        for layer in range(self.driver.config.num_hidden_layers):
+            name = f"layer{layer:02d}"
+            own = {k.split(".", 1)[1]: v for k, v in record.items() if k.startswith(name)}
+            for quantity, got, want in self._layer_streams(layer, own, record):
+                yield compare(at.at(case=f"whole {name}"), quantity, got, want, "stream")
+            if f"seq.{name}.router_idx" in self.g and "ids" in own:
+                yield from self._router(at.at(case=f"whole {name}"), name, own)
+        if "seq.final_norm_out" in self.g:
+            want = np.asarray(self.g["seq.final_norm_out"], np.float64)
+            yield compare(at, "final_norm_out", record["hidden"], want, "stream")
+
+    def _layer_streams(self, layer: int, own: Arrays, record: Arrays) -> Iterator[tuple]:
+        c, w = self.driver.config, self.driver.weights.layer
+        eps = c.rms_norm_eps
+
+        def recorded(name: str, at: int = layer) -> np.ndarray | None:
+            found = self.g.get(f"seq.layer{at:02d}.{name}")
+            return None if found is None else np.asarray(found, np.float64)
+
+        mixed, between = recorded("attn_norm_in"), recorded("mlp_norm_in")
+        if mixed is not None:
+            yield "x (normed attn_norm_in)", own["x"], rmsnorm(mixed, w.input_layernorm[layer], eps)
+        if between is not None:
+            normed = rmsnorm(between, w.post_attention_layernorm[layer], eps)
+            yield "y (normed mlp_norm_in)", own["y"], normed
+        attn = recorded("attn_out")
+        before = recorded("prefix_sum_out", layer - 1) if layer else None
+        if attn is not None and c.starts_block(layer):
+            yield "prefix after attention", own["prefix"], attn
+        elif attn is not None and before is not None:
+            yield "prefix after attention", own["prefix"], before + attn
+        if (out := recorded("mlp_out")) is not None:
+            yield "mlp_out", own["delta"], out
+        if (after := recorded("prefix_sum_out")) is not None:
+            following = record.get(f"layer{layer + 1:02d}.prefix_in")
+            got = own["prefix"] + own["delta"] if following is None else following
+            yield "prefix_sum_out", got, after
+
+    def _router(self, at: Where, name: str, own: Arrays) -> Iterator[Verdict]:
+        g = {k: np.asarray(self.g[f"seq.{name}.router_{k}"]) for k in ("idx", "weight", "gap")}
+        found = metrics.set_flips(own["ids"], g["idx"], g["gap"])
+        yield judge(at, "router_idx", found, tolerance("router_chained", at.dtype))
+        if self.f32:
+            order, want = np.argsort(own["ids"], -1), np.argsort(g["idx"], -1)
+            same = np.flatnonzero((np.sort(own["ids"], -1) == np.sort(g["idx"], -1)).all(-1))
+            got = np.take_along_axis(own["weights"], order, -1)[same]
+            wanted = np.take_along_axis(g["weight"], want, -1)[same]
+            yield compare(at, "router_weight", got, wanted, "stream")
+
+    def _caches(self, at: Where, prefix: str, caches: Arrays) -> Iterator[Verdict]:
+        if not self.f32:
+            return  # judged on injected inputs: a chained bf16 cache holds all earlier flips
+        for name, got in sorted(caches.items()):
+            want = self.g.get(f"{prefix}.{name}")
+            if want is None:
+                continue
+            want = np.asarray(want, np.float64)
+            if "conv_state" in name:
+                want = want[:, want.shape[1] - got.shape[1] :]  # the oldest column is never read
+            where = at.at(case=f"{at.case}, caches after {'prompt' if prefix == 'prompt' else 'all'}")
+            yield compare(where, name, got, want, "cache")
+
+    def _untouched(self, at: Where, session: Session, used: list[Sequence]) -> Verdict:
+        if session.untouched(used):
+            return judge(at, "unused slots and pages", {"exact": True}, tolerance("equal"))
+        return failed(at, "unused slots and pages", "something wrote outside its slot or pages")
+
+
+def rmsnorm(x: np.ndarray, weight: object, eps: float) -> np.ndarray:
+    """The published norm in float64, to get from a recorded mix to what the stages return."""
+    w = np.asarray(weight, np.float32).astype(np.float64)
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * w
+
+
+assert ROWS == 2  # the rows of the batched parts above are written out

@@ -1,0 +1,173 @@
+"""Recorded folders of kind `ops`: every operation file against `jax_impl` and `torch_ref`.
+
+An operation is recognised by its sidecar's `op`, whatever shapes, seeds and constants the file has.
+What a file records and nobody here produces is reported as not run, unless it is one of the
+intermediates listed in `_INTERNAL`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+
+from parity import metrics
+from parity.folders import Folder, operations, read_tensors
+from parity.tolerances import tolerance
+from parity.verdict import Verdict, Where, compare, judge, not_run
+
+SIDES = ("jax", "torch")
+LONG = 32  # recurrent steps beyond which the wider tolerance applies
+TIE_GAP = 1e-6  # biased scores nearer than this are a tie in f32
+_TWO_PROFILES = ("rmsnorm", "attn_res", "mla", "latent_moe")
+_RUNS = (("float32", "H"), ("float32", "V"), ("bfloat16", "H"), ("bfloat16", "V"))
+# Recorded to help finding a mistake; not every implementation has them as values of their own.
+_INTERNAL = {"q_absorbed", "attn_latent", "scores", "gap"}
+_F32_ONLY = ("kda_gate",)  # wide in every dtype: the recorded inputs are exact in bf16
+
+Tensors = dict[str, np.ndarray]
+
+
+def op_name(op: str) -> str:
+    """The operation behind a recorded name: `kda_recurrent_T8` -> `kda_recurrent`."""
+    for known in ("kda_recurrent", "router"):
+        if op.startswith(known):
+            return known
+    return op
+
+
+def check_ops(folder: Folder, sides: tuple[str, ...] = SIDES) -> Iterator[Verdict]:
+    """Compares every operation file of the folder."""
+    for stem, meta in operations(folder.path):
+        where = Where("ops", folder.name, stem)
+        known = import_module(f"parity.op_{sides[0]}").OPS
+        op = op_name(meta.get("op", stem))
+        if op not in known:
+            yield not_run(where, "all", f"operation {op!r} is not implemented; known: {sorted(known)}")
+            continue
+        yield from check_operation(where, op, read_tensors(folder.path / f"{stem}.safetensors"), meta, sides)
+
+
+def check_operation(
+    where: Where, op: str, tensors: Tensors, meta: dict[str, Any], sides: tuple[str, ...] = SIDES
+) -> Iterator[Verdict]:
+    """Compares one operation in all dtypes and profiles that it distinguishes."""
+    for side in sides:
+        produced: set[str] = set()
+        for dtype, profile in runs_of(op):
+            at = where.at(dtype=dtype, profile=profile, ours=side)
+            try:
+                found = import_module(f"parity.op_{side}").run(op, tensors, meta, dtype, profile)
+            except (KeyError, ValueError, TypeError, IndexError) as error:
+                yield not_run(at, "all", f"{type(error).__name__} while running it: {error}")
+                produced |= set(_stems(tensors))
+                continue
+            produced |= {_recorded_name(name) for name in found}
+            yield from compare_outputs(at, op, found, tensors, meta)
+        for name in sorted(set(_stems(tensors)) - produced - _INTERNAL):
+            yield not_run(where.at(ours=side), name, "recorded, but not produced by this side")
+
+
+def runs_of(op: str) -> list[tuple[str, str]]:
+    """(dtype, profile) pairs in which `op` differs; profile `-` where it has none."""
+    if op in _TWO_PROFILES:
+        return list(_RUNS)
+    if op in _F32_ONLY:
+        return [("float32", "-")]
+    return [("float32", "-"), ("bfloat16", "-")]
+
+
+def compare_outputs(
+    where: Where, op: str, found: Tensors, tensors: Tensors, meta: dict[str, Any]
+) -> Iterator[Verdict]:
+    """Verdicts for all results that were recorded."""
+    if "idx" in found:
+        yield from _choice(where, found, tensors, meta)
+    for name, got in sorted(found.items()):
+        want = _want(tensors, _recorded_name(name))
+        if name in ("idx", "topk_weight", "scores"):
+            continue
+        if want is None:
+            if op == "mxfp4" and name == "quant_value":
+                yield _quantised(where, got, tensors)
+            continue
+        if name.startswith("state_") and op == "short_conv":
+            want = want[..., want.shape[-1] - got.shape[-1] :]  # the oldest column is never read
+        key = _tolerance_key(op, name, tensors)
+        yield compare(where, name, got, want, key, extra=_published(tensors, _recorded_name(name)))
+
+
+def _tolerance_key(op: str, name: str, tensors: Tensors) -> str:
+    if op in ("mxfp4", "attn_res"):
+        return op
+    if op == "kda_recurrent":
+        if name.startswith(("state_out", "replayed")):
+            return "kda_state"
+        return "op_long" if tensors["q"].shape[1] > LONG else "op"
+    return "op_inner" if name.startswith("attn") else "op"
+
+
+def _recorded_name(name: str) -> str:
+    return name.split(" ")[0].replace("replayed_vk", "state_out_vk")
+
+
+def _stems(tensors: Tensors) -> list[str]:
+    return [k.removesuffix("_f64") for k in tensors if k.endswith("_f64")]
+
+
+def _want(tensors: Tensors, name: str) -> np.ndarray | None:
+    for key in (f"{name}_f64", name, f"{name}_bf16"):
+        if key in tensors:
+            return np.asarray(tensors[key], np.float64)
+    return None
+
+
+def _published(tensors: Tensors, name: str) -> metrics.Metrics:
+    """The published code's own float32 and bf16 error, to be read beside ours."""
+    want = tensors.get(f"{name}_f64")
+    pairs = {d: tensors.get(f"{name}_{d}") for d in ("f32", "bf16")}
+    if want is None:
+        return {}
+    return {
+        f"published_{d}_max_rel": metrics.distance(x, want)["max_rel"]
+        for d, x in pairs.items()
+        if x is not None and x.shape == want.shape
+    }
+
+
+def _choice(where: Where, found: Tensors, tensors: Tensors, meta: dict[str, Any]) -> Iterator[Verdict]:
+    """Router ids where there is no tie, weights everywhere.
+
+    In a tied row either choice is right; the expected weights then follow from the recorded scores
+    at the ids that we chose.
+    """
+    want = tensors.get("idx_f64", tensors.get("idx"))
+    weight = tensors.get("topk_weight_f64", tensors.get("topk_weight"))
+    if want is None or weight is None:
+        yield not_run(where, "idx", "the file records no idx and topk_weight")
+        return
+    idx, weight = found["idx"].astype(np.int64), np.array(weight, np.float64)
+    gap = tensors.get("gap_f64", np.full(len(want), meta.get("checks", {}).get("min_router_gap", 1.0)))
+    if idx.shape != want.shape:
+        yield compare(where, "idx", idx, want, "equal")
+        return
+    yield judge(where, "idx", metrics.set_flips(idx, want, gap), tolerance("router_ids"))
+    differ = (np.sort(want, -1) != idx).any(-1) & (gap <= TIE_GAP)
+    scores = tensors.get("scores_f64")
+    if differ.any() and scores is not None:
+        chosen = np.take_along_axis(scores, idx, -1)
+        scaling = meta.get("routed_scaling_factor", 1.0)
+        fair = chosen / (chosen.sum(-1, keepdims=True) + 1e-20) * scaling
+        weight[differ] = fair[differ]
+    note = f"{int((gap <= TIE_GAP).sum())} tied rows" if (gap <= TIE_GAP).any() else ""
+    yield compare(where, "topk_weight", found["topk_weight"], weight, "router_weight", note=note)
+
+
+def _quantised(where: Where, got: np.ndarray, tensors: Tensors) -> Verdict:
+    """Decoded values against what was quantised, in units of each group's scale."""
+    source = np.asarray(tensors["quant_input"], np.float64)
+    scale = 2.0 ** (tensors["quant_scale"].astype(np.float64) - 127)
+    unit = np.repeat(scale, source.shape[-1] // scale.shape[-1], -1)
+    return compare(where, "quant_value / scale", got / unit, source / unit, "mxfp4_quantised")

@@ -1,0 +1,158 @@
+"""Verdicts as a table, as JSON and as one HTML file that needs nothing beside it."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Iterable
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from parity.verdict import Verdict
+
+SCHEMA = 1
+_STYLE = {"passed": "green", "failed": "bold red", "not run": "bold yellow"}
+
+
+def summary(verdicts: list[Verdict]) -> dict[str, int]:
+    """How many verdicts have which status."""
+    return {s: sum(v.status == s for v in verdicts) for s in ("passed", "failed", "not run")}
+
+
+def good(verdicts: list[Verdict]) -> bool:
+    """Whether something was compared and everything asked for ran and passed."""
+    return bool(verdicts) and all(v.passed for v in verdicts)
+
+
+def document(verdicts: list[Verdict], command: list[str]) -> dict[str, Any]:
+    """The JSON document: provenance, counts, then every verdict with all its metrics."""
+    packages = ("jax", "jaxlib", "torch", "numpy", "safetensors", "flax")
+    return _clean(
+        {
+            "schema": SCHEMA,
+            "utc": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
+            "command": command,
+            "software": {"python": sys.version.split()[0]} | {p: _version(p) for p in packages},
+            "passed": good(verdicts),
+            "counts": summary(verdicts),
+            "verdicts": [v.as_dict() for v in verdicts],
+        }
+    )
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _clean(value: Any) -> Any:
+    """JSON knows neither NaN nor infinity: they become their names."""
+    if isinstance(value, dict):
+        return {k: _clean(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_clean(v) for v in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    return value
+
+
+def write_atomically(path: Path, text: str) -> None:
+    """Writes beside the target and renames, so that no reader sees half a file."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def deliver(
+    verdicts: list[Verdict], command: list[str], json_path: str | None, report: Path | None
+) -> None:
+    """Table on stdout (on stderr if stdout carries the JSON), JSON and HTML where asked for."""
+    made = document(verdicts, command)
+    print_table(verdicts, to_stderr=json_path == "-")
+    text = json.dumps(made, indent=1) + "\n"
+    if json_path == "-":
+        sys.stdout.write(text)
+    elif json_path is not None:
+        write_atomically(Path(json_path), text)
+    if report is not None:
+        from parity.html import render
+
+        write_atomically(report / "parity.json", text)
+        write_atomically(report / "index.html", render(verdicts, made))
+
+
+def print_table(verdicts: list[Verdict], *, to_stderr: bool = False) -> None:
+    """One line per suite, case group, quantity and run: the worst of its verdicts; failures in full."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(stderr=to_stderr, width=None if sys.stdout.isatty() else 160)
+    columns = ("folder", "ours", "run", "case", "quantity", "judged", "worst", "limit", "n", "status")
+    table = Table(*columns, title="worst verdict of each group", title_justify="left")
+    for group in grouped(verdicts):
+        w = worst(group)
+        state = next((s for s in ("failed", "not run") if any(v.status == s for v in group)), "passed")
+        table.add_row(
+            w.where.folder, w.where.ours, f"{w.where.dtype}/{w.where.profile}", w.where.case,
+            _short(w.quantity), w.judged, number(w.value), number(w.limit), str(len(group)),
+            f"[{_STYLE[state]}]{state}[/]",
+        )  # fmt: skip
+    console.print(table)
+    for v in verdicts:
+        if not v.passed:
+            console.print(f"[{_STYLE[v.status]}]{v.status.upper()}[/] {explain(v)}", soft_wrap=True)
+    counts = ", ".join(f"{n} {name}" for name, n in summary(verdicts).items())
+    console.print(f"{counts}: {'everything asked for passed' if good(verdicts) else 'NOT good'}")
+
+
+def explain(v: Verdict) -> str:
+    """A verdict in one line."""
+    w = v.where
+    numbers = f"{v.judged} {number(v.value)} (limit {number(v.limit)})" if v.judged != "-" else ""
+    place = f"{w.suite} {w.folder} [{w.case}] {v.quantity}, {w.ours} {w.dtype}/{w.profile}"
+    against = f" against {w.against}"
+    return f"{place}{against}: {numbers}{' - ' if numbers and v.note else ''}{v.note}".replace("[", r"\[")
+
+
+def grouped(verdicts: Iterable[Verdict]) -> list[list[Verdict]]:
+    """Verdicts that differ only in layer, in order of first appearance."""
+    groups: dict[tuple, list[Verdict]] = {}
+    for v in verdicts:
+        w = v.where
+        case = w.case.split(" layer")[0].split(", layer")[0]
+        key = (w.suite, w.folder, w.ours, w.dtype, w.profile, case, _short(v.quantity), w.against)
+        groups.setdefault(key, []).append(v)
+    return list(groups.values())
+
+
+def worst(group: list[Verdict]) -> Verdict:
+    """The verdict nearest to (or furthest beyond) its limit; one that failed comes first."""
+
+    def nearness(v: Verdict) -> tuple:
+        ratio = (v.value or 0.0) / v.limit if v.limit else (v.value or 0.0)
+        return (not v.passed, ratio)
+
+    return max(group, key=nearness)
+
+
+def _short(quantity: str) -> str:
+    return quantity.split(".", 1)[1] if quantity.startswith("layer") else quantity
+
+
+def number(value: Any) -> str:
+    """Three digits, `-` for None."""
+    return "-" if value is None else f"{value:.3g}"
