@@ -17,7 +17,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jax_impl.config import ModelConfig
-from jax_impl.weights import BYTES, Part, checkpoint_tensors, padded_length
+from jax_impl.weights import BYTES, Part, checkpoint_tensors, padded_lengths
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 IGNORED_ROOTS = ("vision_tower.", "mm_projector.")  # the multimodal parts of the release
@@ -261,11 +261,11 @@ def _differences(
     if found.dtype != dtype:
         problems.append(f"{name}: dtype {found.dtype}, expected {dtype}")
     if part.padded:
-        heads, padded = wanted[0], padded_length(config)
-        if found.shape not in ((heads,), (padded,)):
+        heads, padded = wanted[0], sorted({*padded_lengths(config)} - {wanted[0]})
+        if found.shape not in [(n,) for n in (heads, *padded)]:
             problems.append(
                 f"{name}: shape {list(found.shape)}, expected [{heads}] (one entry per head) or "
-                f"[{padded}] (padded with zeros)"
+                f"{' or '.join(f'[{n}]' for n in padded)} (padded with zeros)"
             )
     elif found.shape != wanted:
         problems.append(f"{name}: shape {list(found.shape)}, expected {list(wanted)}")

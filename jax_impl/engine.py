@@ -42,7 +42,8 @@ class Engine:
     Attributes:
         sequences: the live sequences by handle; a finished one stays until `release`.
         cache: the device caches (replaced by every step; the old one is donated).
-        steps: number of steps run, by (kind, batch bucket, tokens, pages) - one compilation each.
+        context: most tokens that one sequence may hold; every step is compiled for it.
+        steps: number of steps run by (kind, batch bucket, tokens); each key is one compilation.
     """
 
     def __init__(
@@ -53,13 +54,35 @@ class Engine:
         backend: Backend = AUTO,
         *,
         chunk: int = 64,
+        context: int | None = None,
     ) -> None:
-        """Allocate the cache. `chunk` is the number of prompt tokens per prefill step."""
+        """Allocate the cache.
+
+        Args:
+            config: the model.
+            run: how to run it.
+            weights: its weights.
+            backend: the stage functions.
+            chunk: prompt tokens per prefill step.
+            context: most tokens that one sequence may hold; None: what all pages hold. The
+                standard attention reads that many rows in each step, whatever a sequence's length.
+
+        Raises:
+            EngineError: `chunk` or `context` out of range.
+        """
+        most = min(run.pages * run.page_size, config.max_position_embeddings)
+        self.context = most if context is None else context
+        if not 1 <= self.context <= most or chunk < 1:
+            raise EngineError(
+                f"context {self.context}, chunk {chunk}: expected 1..{most} tokens "
+                f"({run.pages} pages of {run.page_size}, model limit "
+                f"{config.max_position_embeddings}) and a chunk of at least 1"
+            )
         self.static = Static(config, run)
         self.weights, self.backend, self.chunk = weights, backend, chunk
         self.cache: Cache = make_cache(config, run)
         self.sequences: dict[int, Sequence] = {}
-        self.steps: dict[tuple[str, int, int, int], int] = {}
+        self.steps: dict[tuple[str, int, int], int] = {}
         self._free_slots = list(range(run.slots))[::-1]
         self._free_pages = list(range(run.pages))[::-1]
         self._next_handle = 0
@@ -145,12 +168,11 @@ class Engine:
     def _run(self, seqs: list[Sequence], batch: int, tokens: int, counts: list[int]) -> StepOutputs:
         for seq, count in zip(seqs, counts, strict=True):
             self._reserve(seq, seq.processed + count)
-        width = max(len(s.pages) for s in seqs)
-        width = 1 << (width - 1).bit_length()  # powers of two: few compilations as contexts grow
+        width = -(-self.context // self.static.run.page_size)
         inputs = _step_inputs(seqs, counts, batch, tokens, width, self.static.config.pad_token_id)
         step = build_step(self.static, self.backend, "last")
         self.cache, outputs, _ = step(self.weights, self.cache, inputs)
-        key = ("decode" if tokens == 1 else "prefill", batch, tokens, width)
+        key = ("decode" if tokens == 1 else "prefill", batch, tokens)
         self.steps[key] = self.steps.get(key, 0) + 1
         finite = np.asarray(outputs.finite)
         for row, (seq, count) in enumerate(zip(seqs, counts, strict=True)):
@@ -160,9 +182,11 @@ class Engine:
         return outputs
 
     def _reserve(self, seq: Sequence, length: int) -> None:
-        limit = self.static.config.max_position_embeddings
-        if length > limit:
-            raise EngineError(f"{length} tokens: beyond max_position_embeddings ({limit})")
+        if length > self.context:
+            raise EngineError(
+                f"{length} tokens: beyond the context of {self.context} that this engine was made "
+                "for; release the sequence or make an engine with a larger context"
+            )
         needed = -(-length // self.static.run.page_size) - len(seq.pages)
         if needed > len(self._free_pages):
             raise EngineError(

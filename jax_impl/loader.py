@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from jax_impl.checkpoint import Checkpoint, CheckpointError
+from jax_impl.config import RunConfig
 from jax_impl.params import Weights, from_arrays
 from jax_impl.weights import WeightArray, layer_prefix, layers_of, weight_table
 
@@ -23,7 +24,9 @@ NAN_SCALE = 255  # E8M0 code of NaN
 Progress = Callable[[int], None]  # called with the number of bytes placed since the last call
 
 
-def load_weights(checkpoint: Checkpoint, progress: Progress | None = None) -> Weights:
+def load_weights(
+    checkpoint: Checkpoint, progress: Progress | None = None, *, run: RunConfig | None = None
+) -> Weights:
     """All weights of the text model on the default device, in the dtypes of the file.
 
     MXFP4 experts stay packed. `progress` is called after every block.

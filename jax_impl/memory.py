@@ -23,7 +23,7 @@ from jax_impl.weights import (
     checkpoint_tensors,
     layers_of,
     local_shape,
-    padded_length,
+    padded_lengths,
     weight_table,
 )
 
@@ -176,7 +176,7 @@ def checkpoint_size(config: ModelConfig) -> tuple[int, int]:
     """(bytes, number) of the text model's tensors as the release stores them, padding included."""
     size = count = 0
     for _, part, dtype in checkpoint_tensors(config):
-        stored = (padded_length(config),) if part.padded else part.shape
+        stored = padded_lengths(config)[:1] if part.padded else part.shape
         size += prod(stored) * BYTES[dtype]
         count += 1
     return size, count

@@ -126,7 +126,8 @@ def forward(
     """All layers: tokens [B, T] -> hidden [N, D], the cache, and pending KDA commits.
 
     Args:
-        record: if given, filled with every stage output under `layerNN.<name>`, `embed`, `hidden`.
+        record: if given, filled with every stage output under `layerNN.<name>`, `embed`, `snapshots`,
+            `hidden`.
         commit: False keeps the KDA state as it was; the pending commits come back per KDA layer.
     """
     c = static.config
@@ -149,5 +150,5 @@ def forward(
         static, weights.root, stream.prefix, stream.snapshots, c.num_snapshots, stream.delta
     )
     if record is not None:
-        record |= {"embed": embedded, "hidden": hidden}
+        record |= {"embed": embedded, "snapshots": stream.snapshots, "hidden": hidden}
     return hidden, cache, pending

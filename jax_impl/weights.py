@@ -203,9 +203,13 @@ def _moe(c: ModelConfig) -> tuple[WeightArray, ...]:
     )
 
 
-def padded_length(c: ModelConfig) -> int:
-    """Length of a padded `A_log`: the release stores 128 entries for 96 heads of width 128."""
-    return max(c.kda_num_heads, c.kda_head_dim)
+def padded_lengths(c: ModelConfig) -> tuple[int, ...]:
+    """Lengths a padded `A_log` may have, the usual one first.
+
+    The release stores 128 entries for 96 heads of width 128; whether 128 is the head width or a
+    constant cannot be told from it, and small models of both kinds exist.
+    """
+    return max(c.kda_num_heads, c.kda_head_dim), max(c.kda_num_heads, 128)
 
 
 def layer_prefix(c: ModelConfig, kind: str, layer: int) -> str:

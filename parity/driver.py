@@ -22,7 +22,7 @@ from jax_impl.config import ModelConfig, RunConfig
 from jax_impl.loader import load_weights
 from jax_impl.params import Weights
 from jax_impl.static import Static
-from jax_impl.step import build_recording_step, build_step
+from jax_impl.step import Step, build_recording_step, build_step
 
 ROWS = 2  # sequences in a batched step
 WINDOW = 7  # tokens of a windowed step; no divisor of a page
@@ -108,11 +108,11 @@ class Driver:
 class Session:
     """A cache and the sequences in it."""
 
-    def __init__(self, driver: Driver, seed: int = 0) -> None:
-        """Starts with a poisoned cache; `seed` scatters the pages."""
+    def __init__(self, driver: Driver, seed: int = 0, step: Step | None = None) -> None:
+        """Starts with a poisoned cache; `seed` scatters the pages, `step` replaces the built one."""
         self.driver, self.cache = driver, driver.poisoned()
         self._free = list(np.random.default_rng(seed).permutation(driver.run.pages))
-        self._step = build_step(driver.static, rows="all")
+        self._step = step or build_step(driver.static, rows="all")
 
     def sequence(self, slot: int) -> Sequence:
         """A new sequence in `slot`, with pages for `longest` tokens."""

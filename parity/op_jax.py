@@ -92,11 +92,15 @@ def kda_recurrent(t: Tensors, meta: Meta, nx: Numerics) -> Tensors:
     q_norm, k_norm = norm_ops.l2norm(q), norm_ops.l2norm(k)
     start = jnp.asarray(t["state_in_vk"], jnp.float32)
     found = {"q_norm": q_norm, "k_norm": k_norm, "log_decay": g, "beta": beta}
-    for tag, state in (("", start), ("_zero_state", jnp.zeros_like(start))):
-        operands = (q_norm * width**-0.5, k_norm, v.astype(jnp.float32), g, beta, count)
-        after, o, records = kda_ops.recurrence(state, *operands)
-        found |= {f"o{tag}": nx.round(o), f"state_out_vk{tag}": after}
-        found[f"replayed_vk{tag}"] = kda_ops.replay(state, records, count)
+    # both starting states as one batch: the scans compile once
+    state = jnp.concatenate([start, jnp.zeros_like(start)])
+    operands = (q_norm * width**-0.5, k_norm, v.astype(jnp.float32), g, beta, count)
+    operands = tuple(jnp.concatenate([x, x]) for x in operands)
+    after, o, records = kda_ops.recurrence(state, *operands)
+    replayed = kda_ops.replay(state, records, operands[-1])
+    results = {"o": nx.round(o), "state_out_vk": after, "replayed_vk": replayed}
+    for name, value in results.items():
+        found[name], found[f"{name}_zero_state"] = jnp.split(value, 2)
     return _numpy(found)
 
 
@@ -178,10 +182,14 @@ def latent_moe(t: Tensors, meta: Meta, nx: Numerics) -> Tensors:
         activation_situ_beta=meta.get("beta", 4.0),
         activation_situ_linear_beta=meta.get("linear_beta", 25.0),
     )  # fmt: skip
-    y = _act(nx, t["x"])
-    latent, ids, weights = standard.route(static, w, y)
-    routed, own = standard.experts(static, w, y, latent, ids, weights)
-    out = standard.moe_out(static, w, routed, own)
+
+    @jax.jit  # traced anew with every call of `latent_moe`, so that replaced formulas are seen
+    def block(y):
+        latent, ids, weights = standard.route(static, w, y)
+        routed, own = standard.experts(static, w, y, latent, ids, weights)
+        return standard.moe_out(static, w, routed, own), routed, own, ids, weights
+
+    out, routed, own, ids, weights = block(_act(nx, t["x"]))
     found = {"y": out, "routed_latent_sum": nx.round(routed), "shared_out": nx.round(own)}
     return _numpy(found) | _sorted_choice(ids, weights)
 
@@ -202,6 +210,7 @@ def mla(t: Tensors, meta: Meta, nx: Numerics) -> Tensors:
     table = jnp.asarray(np.random.default_rng(0).permutation(pages)[None])
     cache = jnp.full((1, pages + 1, page, rank + meta["qk_rope_head_dim"]), jnp.nan, nx.dtype)
 
+    @jax.jit  # traced anew with every call of `mla`, so that replaced formulas are seen
     def run(rows, position, kv):
         heads, kv = standard.mla(static, w, 0, rows, _inputs(rows, position, table), kv, None)
         return nx.linear(heads, w.o_proj), kv
@@ -226,9 +235,9 @@ def _mla_inner(static: Static, w: Mla, hidden: jax.Array, rows: jax.Array) -> di
     q = q.reshape(1, len(hidden), -1, c.qk_head_dim)
     split = mla_ops.split_kv_b(w.kv_b_proj, c.qk_nope_head_dim, c.v_head_dim)
     visible = jnp.tril(jnp.ones((1, len(hidden), len(rows)), bool))
-    explicit = mla_ops.explicit_attention(nx, q, rows[None], *split, visible)
-    absorbed = mla_ops.absorbed_attention(nx, q, rows[None], *split, visible)
-    return {"q": q[0], "attn": explicit[0], "attn (absorbed)": absorbed[0]}
+    forms = {"attn": mla_ops.explicit_attention, "attn (absorbed)": mla_ops.absorbed_attention}
+    run_form = {k: jax.jit(lambda *a, f=f: f(nx, *a)) for k, f in forms.items()}
+    return {"q": q[0]} | {k: f(q, rows[None], *split, visible)[0] for k, f in run_form.items()}
 
 
 OPS: dict[str, Callable[[Tensors, Meta, Numerics], Tensors]] = {

@@ -93,18 +93,18 @@ TOLERANCES: dict[tuple[str, str], Tolerance] = {
     ),
     ("greedy", BF16): Tolerance(
         "margin",
-        0.25,
-        "applies behind the point to which the recorded bf16 run agrees: a difference of two logits "
-        "of rms error 0.1 to 0.2 reaches 0.25 easily",
+        0.5,
+        "applies before the point to which the recorded bf16 run agrees: a row in which a router "
+        "near-tie flips moves by rms 0.5 (measured: model_realdims, profile V, margin 0.24)",
     ),
     ("router_chained", F32): Tolerance(
         "flip_gap_max", 2e-5, "stream error up to 2e-4 moves a score by at most about a tenth of it"
     ),
     ("router_chained", BF16): Tolerance(
         "flipped_share",
-        0.15,
+        0.25,
         "a row flips if one of its k picks does; the published bf16 run flips 1 to 5 per cent of "
-        "the picks",
+        "the picks on average over the layers, so up to a fifth of the rows of one layer",
     ),
     # ---- one layer on injected inputs ----
     ("sublayer", F32): Tolerance(
@@ -146,7 +146,7 @@ TOLERANCES: dict[tuple[str, str], Tolerance] = {
         "rel_l2", 0.2, "scale-free form of rms 0.5 at a standard deviation of 2.6"
     ),
     ("pair_greedy", F32): Tolerance("margin", 1e-3, "twice the float32 logit tolerance"),
-    ("pair_greedy", BF16): Tolerance("margin", 0.25, "as for recorded bf16 choices"),
+    ("pair_greedy", BF16): Tolerance("margin", 0.5, "as for recorded bf16 choices"),
     # ---- FP8 latent cache ----
     ("fp8_scale", ANY): Tolerance(
         "rms",

@@ -1,0 +1,236 @@
+"""The `k3` command: check, memory, generate, make-tiny. `python -m jax_impl` is the same.
+
+Nothing heavy is imported before a command runs: `k3 --help` needs neither JAX nor NumPy.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import tyro
+
+Positional = tyro.conf.Positional
+Preset = Literal["tiny", "synthetic", "tp16", "deep", "big"]
+
+
+def check(checkpoint: Positional[Path], *, json: str | None = None) -> int:
+    """Validate a checkpoint from its index and headers, without loading it.
+
+    Example: k3 check /data/Kimi-K3
+
+    Args:
+        checkpoint: directory with config.json, the index and the shards.
+        json: write the result to this file ('-' for standard output).
+    """
+    from jax_impl.checkpoint import Checkpoint
+
+    found = Checkpoint.open(checkpoint)
+    result = {
+        "checkpoint": str(checkpoint),
+        "tensors": len(found.consumed),
+        "bytes": sum(s.nbytes for s in found.consumed.values()),
+        "shards": len({s.file for s in found.consumed.values()}),
+        "ignored_tensors": len(found.ignored),
+        "ignored_bytes": sum(s.nbytes for s in found.ignored.values()),
+        "files_not_in_index": list(found.unnamed_files),
+    }
+    _emit(result, json, title=f"{checkpoint}: complete")
+    return 0
+
+
+@dataclass(frozen=True)
+class MemoryOptions:
+    """What `k3 memory` estimates for.
+
+    Attributes:
+        tp: tensor-parallel ranks.
+        batch: sequences at the same time.
+        context: tokens per sequence, prompt and output together.
+        drafts: drafted tokens per step.
+        kv_dtype: dtype of the MLA latent cache.
+        router: router and latent projections cut over the ranks, or copied to each (vLLM).
+        experts: width cut (tp), whole experts per rank (ep), or vLLM's padded cut.
+        device_gb: memory of one device in 1e9 bytes; with it, what does not fit is refused.
+    """
+
+    tp: int = 16
+    batch: int = 1
+    context: int = 4096
+    drafts: int = 0
+    kv_dtype: Literal["bfloat16", "float32", "float8_e4m3fn"] = "bfloat16"
+    router: Literal["cut", "copied"] = "cut"
+    experts: Literal["tp", "ep", "padded"] = "tp"
+    device_gb: float | None = None
+
+
+def memory(
+    checkpoint: Positional[Path],
+    options: Annotated[MemoryOptions, tyro.conf.arg(name="")] = MemoryOptions(),
+    *,
+    json: str | None = None,
+) -> int:
+    """Memory per rank for weights, caches and temporaries, from config.json alone.
+
+    Example: k3 memory /data/Kimi-K3/config.json --tp 16 --context 131072 --batch 8
+
+    Args:
+        checkpoint: config.json, or a directory that holds it.
+        options: what to estimate for.
+        json: write the result to this file ('-' for standard output).
+    """
+    from jax_impl import memory as estimates
+    from jax_impl.config import ModelConfig
+
+    config = ModelConfig.load(checkpoint)
+    settings = estimates.MemorySettings(
+        ranks=options.tp,
+        batch=options.batch,
+        context=options.context,
+        tokens=1 + options.drafts,
+        kv_dtype=options.kv_dtype,
+        router=options.router,
+        experts=options.experts,
+    )
+    result: dict[str, Any] = {}
+    if options.device_gb is None:
+        found = estimates.estimate(config, settings)
+    else:
+        device = int(options.device_gb * 1e9)
+        found = estimates.require_fit(config, settings, device)
+        result["largest_batch"] = estimates.largest_batch(config, settings, device)
+        result["largest_context"] = estimates.largest_context(config, settings, device)
+    rows = [(what, f"{size / 1e9:12,.3f}", f"{size:,}", why) for what, size, why in found.rows()]
+    size, tensors = estimates.checkpoint_size(config)
+    result |= {"text_bytes": size, "text_tensors": tensors}
+    result["per_rank_bytes"] = {what: size for what, size, _ in found.rows()}
+    _emit(
+        result,
+        json,
+        title=f"one of {options.tp} rank(s)",
+        table=(["what", "GB (1e9)", "bytes", "how"], rows),
+    )
+    return 0
+
+
+@dataclass(frozen=True)
+class GenerateOptions:
+    """How `k3 generate` runs.
+
+    Attributes:
+        steps: tokens to generate.
+        temperature: 0 is greedy.
+        seed: seed of the draws; a token depends on (seed, position) alone.
+        ignore_eos: go on after the end-of-message token.
+        profile: rounding as vLLM (V) or as the published code (H).
+        compute: dtype of activations.
+        kv_dtype: dtype of the MLA latent cache (default: as compute).
+        kv_scale: the FP8 scale; needed with float8_e4m3fn.
+        chunk: prompt tokens per prefill step.
+        page_size: tokens per cache page.
+        backend: auto is the standard XLA path.
+    """
+
+    steps: int = 32
+    temperature: float = 0.0
+    seed: int = 0
+    ignore_eos: bool = False
+    profile: Literal["V", "H"] = "V"
+    compute: Literal["bfloat16", "float32"] = "bfloat16"
+    kv_dtype: Literal["bfloat16", "float32", "float8_e4m3fn"] | None = None
+    kv_scale: float | None = None
+    chunk: int = 64
+    page_size: int = 16
+    backend: Literal["auto"] = "auto"
+
+
+def generate(
+    checkpoint: Positional[Path],
+    prompt_ids: str,
+    options: Annotated[GenerateOptions, tyro.conf.arg(name="")] = GenerateOptions(),
+    *,
+    json: str | None = None,
+) -> int:
+    """Generate token ids from a prompt of token ids, on one device.
+
+    Example: k3 generate build/demo/target --prompt-ids 5,17,101 --steps 16
+
+    Args:
+        checkpoint: checkpoint directory.
+        prompt_ids: FILE with ids, or a LIST such as 5,17,101.
+        options: how to run.
+        json: write the result to this file ('-' for standard output).
+    """
+    from jax_impl.generate import run_generate
+
+    result = run_generate(checkpoint, prompt_ids, options)
+    _emit(result, json, title="generated")
+    return 0
+
+
+def make_tiny(
+    directory: Positional[Path],
+    *,
+    preset: Preset = "tiny",
+    seed: int = 0,
+    json: str | None = None,
+) -> int:
+    """Write a small random checkpoint in the released layout: DIRECTORY/target and /draft.
+
+    Example: k3 make-tiny build/demo --preset tiny --seed 0
+
+    Args:
+        directory: where to write; must not hold anything yet.
+        preset: sizes (see the documentation of `jax_impl.tiny_presets`).
+        seed: every value is a function of (seed, tensor name).
+        json: write the result to this file ('-' for standard output).
+    """
+    from jax_impl.make_tiny import make_checkpoint
+
+    made = make_checkpoint(directory, preset, seed)
+    rows = [
+        (part, *(f"{made[part][key]:,}" for key in ("tensors", "bytes", "shards")))
+        for part in ("target", "draft")
+    ]
+    table = (["", "tensors", "bytes", "shards"], rows)
+    _emit(made, json, title=f"{directory}: preset {preset}, seed {seed}", table=table)
+    return 0
+
+
+def _emit(
+    result: dict[str, Any],
+    json: str | None,
+    *,
+    title: str,
+    table: tuple[list[str], list[tuple[str, ...]]] | None = None,
+) -> None:
+    """Print a result for people, and for machines where `json` says."""
+    from jax_impl.output import print_table, write_json
+
+    if json != "-":
+        columns, rows = table or (["", ""], [(k, str(v)) for k, v in result.items()])
+        print_table(title, columns, rows)
+    if json is not None:
+        write_json(json, result)
+
+
+COMMANDS = {"check": check, "memory": memory, "generate": generate, "make-tiny": make_tiny}
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Run a command; exit status 0 on success, 1 where a result is bad, 2 on bad input."""
+    started = time.monotonic()
+    try:
+        status = tyro.extras.subcommand_cli_from_dict(
+            COMMANDS, prog="k3", description=__doc__, args=argv
+        )
+    except (ValueError, OSError) as error:  # every error for the user is one of the two
+        print(f"k3: {error}", file=sys.stderr)
+        status = 2
+    except KeyboardInterrupt:
+        print(f"k3: interrupted after {time.monotonic() - started:.0f} s", file=sys.stderr)
+        status = 130
+    raise SystemExit(status)

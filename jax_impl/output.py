@@ -1,0 +1,44 @@
+"""Results for people (tables on stdout) and for machines (JSON, never half-written)."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+
+def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    """A table on standard output; plain lines where that is not a terminal of enough width."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    table = Table(title=title, title_justify="left", show_header=any(columns))
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)
+
+
+def write_json(target: str, result: Any) -> None:
+    """Write `result` to the file `target` (whole or not at all), or to stdout for `-`."""
+    text = json.dumps(result, indent=1, allow_nan=False) + "\n"
+    if target == "-":
+        sys.stdout.write(text)
+    else:
+        write_text(Path(target), text)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file by way of a temporary one beside it, so that nobody sees half of it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        partial.write_text(text)
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,170 @@
+"""The JAX implementation against the PyTorch reference on any checkpoint directory.
+
+Both run the same token ids: a prompt and the greedy continuation of the reference in float32. Three
+comparisons per dtype and profile: logits of the whole sequence, logits of one token at a time, and
+every layer on the reference's own input of that layer, so that errors do not chain.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from parity import metrics
+from parity.driver import ROWS, Arrays, Driver, Session
+from parity.layerwise import inject
+from parity.op_torch import DTYPES
+from parity.tolerances import tolerance
+from parity.verdict import Verdict, Where, compare, judge
+from torch_ref import ops
+from torch_ref.model import Model, greedy
+from torch_ref.numerics import Numerics
+
+RUNS = (("float32", "H"), ("float32", "V"), ("bfloat16", "H"), ("bfloat16", "V"))
+PROMPT = 24  # random ids by default
+AGAINST = "torch_ref, same dtype and profile"
+
+
+class PromptError(ValueError):
+    """A prompt that cannot be run."""
+
+
+def prompt(text: str | None, vocabulary: int) -> np.ndarray:
+    """Token ids from a file, from the text itself, or seeded random ones.
+
+    Raises:
+        PromptError: not integers, none at all, or outside the vocabulary.
+    """
+    if text is None:
+        return np.random.default_rng(0).integers(0, vocabulary, PROMPT)
+    try:
+        content = Path(text).read_text(encoding="utf-8") if Path(text).is_file() else text
+    except (OSError, UnicodeDecodeError, ValueError) as error:
+        raise PromptError(f"--prompt-ids: {text!r} is not readable: {error}") from None
+    words = [w for w in re.split(r"[\s,\[\]]+", content) if w]
+    if not words or not all(re.fullmatch(r"-?\d+", w) for w in words):
+        raise PromptError(
+            f"--prompt-ids: found {content[:60]!r}; expected token ids separated by commas or "
+            "blanks, or a file that holds them"
+        )
+    ids = np.array([int(w) for w in words])
+    bad = ids[(ids < 0) | (ids >= vocabulary)]
+    if bad.size:
+        raise PromptError(f"--prompt-ids: {bad[0]} is not in the vocabulary 0..{vocabulary - 1}")
+    return ids
+
+
+def check_pair(checkpoint: Path, prompt_ids: str | None, steps: int) -> Iterator[Verdict]:
+    """All comparisons on one checkpoint.
+
+    Raises:
+        PromptError: see `prompt`.
+        ConfigError, CheckpointError: the directory is no usable checkpoint.
+    """
+    first = Driver.open(checkpoint, "float32", "H", 1)  # refuses a bad directory before anything
+    ids = prompt(prompt_ids, first.config.vocab_size)
+    model = Model.load(checkpoint, Numerics(torch.float32, "H"))
+    continuation, _ = greedy(model, torch.from_numpy(ids), steps)
+    ids = np.concatenate([ids, continuation.numpy()])
+    for dtype, profile in RUNS:
+        where = Where("compare", checkpoint.name, "-", dtype, profile, AGAINST)
+        model = Model.load(checkpoint, Numerics(DTYPES[dtype], profile))
+        driver = Driver.open(checkpoint, dtype, profile, len(ids))
+        yield from _run(where, driver, model, ids, len(ids) - steps)
+
+
+def _run(
+    where: Where, driver: Driver, model: Model, ids: np.ndarray, prompt_length: int
+) -> Iterator[Verdict]:
+    record: dict[str, torch.Tensor] = {}
+    state = model.new_state()
+    want = _numpy(model.forward(torch.from_numpy(ids), state, record=record))
+    got, _, _, _ = driver.whole(ids)
+    yield from _logits(where.at(case="whole"), got, want, prompt_length)
+    session = Session(driver)
+    sequence = session.sequence(slot=3)
+    for token in ids:
+        session.step([None] * (ROWS - 1) + [(sequence, np.array([token]))], 1)
+    yield from _logits(where.at(case="stepwise"), sequence.rows(), want, prompt_length)
+    yield from _layers(where, driver, model, {k: _numpy(v) for k, v in record.items()}, ids)
+
+
+def _logits(where: Where, got: np.ndarray, want: np.ndarray, start: int) -> Iterator[Verdict]:
+    rows = {
+        "rows_margin": metrics.margin_rows(want).tolist(),
+        "rows_error": np.abs(got - want).max(-1).tolist(),
+    }
+    found = metrics.logit_distance(got, want)
+    yield compare(where, "logits", got, want, "pair_logits", logits=True, extra=rows)
+    if not found["pattern_equal"]:
+        return
+    after = slice(start - 1, len(want) - 1)  # the rows that chose the continuation
+    a, b = np.argmax(got[after], -1), np.argmax(want[after], -1)
+    parted = metrics.first_divergence(a, b, metrics.margin_rows(want)[after])
+    note = f"{parted['equal_prefix']} of {parted['length']} choices equal"
+    if "margin" in parted:
+        note += (
+            f"; first divergence at continuation token {parted['equal_prefix']}: "
+            f"{parted['got_id']} for {parted['want_id']}, margin {parted['margin']:.3g}"
+        )
+    limit = tolerance("pair_greedy", where.dtype)
+    yield judge(where, "greedy choices (teacher-forced)", {"margin": 0.0} | parted, limit, note)
+
+
+def _layers(
+    where: Where, driver: Driver, model: Model, record: Arrays, ids: np.ndarray
+) -> Iterator[Verdict]:
+    c, nm = driver.config, model.numerics
+    streams = [_numpy(model.weights.embed(torch.from_numpy(ids)))]
+    for layer in range(c.num_hidden_layers):
+        name = f"layer{layer:02d}."
+        theirs = {k.removeprefix(name): v for k, v in record.items() if k.startswith(name)}
+        bank = [streams[i] for i in range(layer) if c.starts_block(i)]
+        own = inject(driver, layer, streams[layer], bank)
+        at = where.at(case=f"injected layer{layer:02d}")
+        yield from _layer(at, own, theirs, _wanted(model, layer, theirs, streams[layer], nm))
+        streams.append(theirs["prefix_sum_out"])
+
+
+def _wanted(model: Model, layer: int, theirs: Arrays, before: np.ndarray, nm: Numerics) -> Arrays:
+    """What the stages return, from the reference's streams and in its own rounding."""
+    c, w = model.config, model.weights.layer(layer)
+
+    def normed(stream: str, weight: str) -> np.ndarray:
+        x = torch.from_numpy(theirs[stream]).to(nm.wide_dtype)
+        return _numpy(ops.rms_norm(x, w[f"{weight}.weight"], c.rms_norm_eps, nm))
+
+    start = 0.0 if c.starts_block(layer) else before
+    after = nm.round(torch.from_numpy(start + theirs["attn_out"]).to(nm.wide_dtype))
+    return {
+        "x": normed("attn_norm_in", "input_layernorm"),
+        "prefix": _numpy(after),
+        "y": normed("mlp_norm_in", "post_attention_layernorm"),
+    }
+
+
+def _layer(at: Where, own: Arrays, theirs: Arrays, want: Arrays) -> Iterator[Verdict]:
+    yield compare(at, "x", own["x"], want["x"], "pair_mix")
+    keep = np.ones(len(own["x"]), bool)
+    if "ids" in own:
+        found = metrics.set_flips(own["ids"], theirs["router_idx"], theirs["router_gap"])
+        yield judge(at, "router_idx", found, tolerance("router_injected", at.dtype))
+        keep = (np.sort(own["ids"], -1) == np.sort(theirs["router_idx"], -1)).all(-1)
+    note = "" if keep.all() else f"{int((~keep).sum())} rows with another expert set left out"
+    yield compare(at, "prefix after attention", own["prefix"], want["prefix"], "pair_sublayer")
+    yield compare(at, "y", own["y"], want["y"], "pair_sublayer")
+    yield compare(at, "mlp_out", own["delta"][keep], theirs["mlp_out"][keep], "pair_sublayer", note=note)
+    got, wanted = own["out"][keep], theirs["prefix_sum_out"][keep]
+    yield compare(at, "prefix_sum_out", got, wanted, "pair_sublayer", note=note)
+    for name in ("mla_latent", "mla_k_pe"):
+        if name in own:
+            yield compare(at, name, own[name], theirs[name], "pair_sublayer")
+
+
+def _numpy(x: Any) -> np.ndarray:
+    return x.numpy() if x.dtype == torch.int64 else x.double().numpy()
