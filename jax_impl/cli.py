@@ -131,7 +131,7 @@ class GenerateOptions:
         kv_scale: the FP8 scale; needed with float8_e4m3fn.
         chunk: prompt tokens per prefill step.
         page_size: tokens per cache page.
-        backend: auto is the standard XLA path.
+        backend: auto is the standard XLA path; latency_specialized asks for Pallas kernels.
     """
 
     steps: int = 32
@@ -144,7 +144,7 @@ class GenerateOptions:
     kv_scale: float | None = None
     chunk: int = 64
     page_size: int = 16
-    backend: Literal["auto"] = "auto"
+    backend: Literal["auto", "latency_specialized"] = "auto"
 
 
 def generate(

@@ -201,7 +201,7 @@ class RunConfig:
         slots: sequences with recurrent state at the same time.
         pages: pages of the token cache.
         page_size: tokens per page.
-        decode_backend: `auto` is the standard XLA path.
+        decode_backend: `auto` is the standard XLA path; `latency_specialized` asks for kernels.
     """
 
     profile: Literal["H", "V"] = "V"
@@ -212,7 +212,7 @@ class RunConfig:
     slots: int = 4
     pages: int = 64
     page_size: int = 16
-    decode_backend: Literal["auto"] = "auto"
+    decode_backend: Literal["auto", "latency_specialized"] = "auto"
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -225,7 +225,7 @@ class RunConfig:
             "profile": ("H", "V"),
             "compute": ("bfloat16", "float32"),
             "kv_dtype": (None, "bfloat16", "float32", "float8_e4m3fn"),
-            "decode_backend": ("auto",),
+            "decode_backend": ("auto", "latency_specialized"),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:

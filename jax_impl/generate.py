@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 from rich.progress import TransferSpeedColumn as Rate
 
+from jax_impl.backend import choose_backend
 from jax_impl.checkpoint import Checkpoint
 from jax_impl.config import ConfigError, RunConfig
 from jax_impl.engine import Engine, describe_device
@@ -29,7 +30,13 @@ def run_generate(path: Path, prompt: str, options: GenerateOptions) -> dict[str,
         raise ConfigError(f"steps {options.steps}, chunk {options.chunk}: expected at least 1")
     ids = parse_ids(prompt)
     checkpoint = Checkpoint.open(path)
-    pages = -(-(len(ids) + options.steps) // max(options.page_size, 1))
+    length, limit = len(ids) + options.steps, checkpoint.config.max_position_embeddings
+    if length > limit:
+        raise ConfigError(
+            f"{len(ids)} prompt tokens and {options.steps} steps: {length} tokens, but the model "
+            f"limit is {limit}; ask for fewer steps"
+        )
+    pages = -(-length // max(options.page_size, 1))
     run = RunConfig(
         profile=options.profile,
         compute=options.compute,
@@ -40,8 +47,9 @@ def run_generate(path: Path, prompt: str, options: GenerateOptions) -> dict[str,
         page_size=options.page_size,
         decode_backend=options.backend,
     )
+    backend = choose_backend(run)
     weights = load_with_progress(checkpoint, run)
-    engine = Engine(checkpoint.config, run, weights, chunk=min(options.chunk, len(ids)))
+    engine = Engine(checkpoint.config, run, weights, backend, chunk=min(options.chunk, len(ids)))
     handle = engine.add(ids, temperature=options.temperature, seed=options.seed)
     sequence = engine.sequences[handle]
     started = time.perf_counter()
@@ -71,6 +79,7 @@ def run_generate(path: Path, prompt: str, options: GenerateOptions) -> dict[str,
         "decode_steps_timed": len(steady),
         "first_token_s_with_compilation": first,
         "conditions": {
+            "checkpoint": str(path),
             "device": describe_device(),
             "jax": jax.__version__,
             "backend": options.backend,

@@ -22,7 +22,7 @@ from parity.op_torch import DTYPES
 from parity.tolerances import tolerance
 from parity.verdict import Verdict, Where, compare, judge
 from torch_ref import ops
-from torch_ref.model import Model, greedy
+from torch_ref.model import Model, State, greedy
 from torch_ref.numerics import Numerics
 
 RUNS = (("float32", "H"), ("float32", "V"), ("bfloat16", "H"), ("bfloat16", "V"))
@@ -91,7 +91,7 @@ def _run(
     for token in ids:
         session.step([None] * (ROWS - 1) + [(sequence, np.array([token]))], 1)
     yield from _logits(where.at(case="stepwise"), sequence.rows(), want, prompt_length)
-    yield from _layers(where, driver, model, {k: _numpy(v) for k, v in record.items()}, ids)
+    yield from _layers(where, driver, model, {k: _numpy(v) for k, v in record.items()}, ids, state)
 
 
 def _logits(where: Where, got: np.ndarray, want: np.ndarray, start: int) -> Iterator[Verdict]:
@@ -117,13 +117,16 @@ def _logits(where: Where, got: np.ndarray, want: np.ndarray, start: int) -> Iter
 
 
 def _layers(
-    where: Where, driver: Driver, model: Model, record: Arrays, ids: np.ndarray
+    where: Where, driver: Driver, model: Model, record: Arrays, ids: np.ndarray, state: State
 ) -> Iterator[Verdict]:
     c, nm = driver.config, model.numerics
+    states = dict(zip(model.config.kda_layers, state.kda_state, strict=True))
     streams = [_numpy(model.weights.embed(torch.from_numpy(ids)))]
     for layer in range(c.num_hidden_layers):
         name = f"layer{layer:02d}."
         theirs = {k.removeprefix(name): v for k, v in record.items() if k.startswith(name)}
+        if layer in states:
+            theirs["kda_state_vk"] = _numpy(states[layer])
         bank = [streams[i] for i in range(layer) if c.starts_block(i)]
         own = inject(driver, layer, streams[layer], bank)
         at = where.at(case=f"injected layer{layer:02d}")
@@ -161,7 +164,7 @@ def _layer(at: Where, own: Arrays, theirs: Arrays, want: Arrays) -> Iterator[Ver
     yield compare(at, "mlp_out", own["delta"][keep], theirs["mlp_out"][keep], "pair_sublayer", note=note)
     got, wanted = own["out"][keep], theirs["prefix_sum_out"][keep]
     yield compare(at, "prefix_sum_out", got, wanted, "pair_sublayer", note=note)
-    for name in ("mla_latent", "mla_k_pe"):
+    for name in ("kda_state_vk", "mla_latent", "mla_k_pe"):
         if name in own:
             yield compare(at, name, own[name], theirs[name], "pair_sublayer")
 

@@ -1,0 +1,1 @@
+"""Benchmarks: definitions, timing and result files. Nothing imports this package."""
