@@ -22,7 +22,7 @@ from parity.op_torch import DTYPES
 from parity.tolerances import tolerance
 from parity.verdict import Verdict, Where, compare, judge
 from torch_ref import ops
-from torch_ref.model import Model, State, greedy
+from torch_ref.model import Model, greedy
 from torch_ref.numerics import Numerics
 
 RUNS = (("float32", "H"), ("float32", "V"), ("bfloat16", "H"), ("bfloat16", "V"))
@@ -81,9 +81,7 @@ def check_pair(checkpoint: Path, prompt_ids: str | None, steps: int) -> Iterator
 def _run(
     where: Where, driver: Driver, model: Model, ids: np.ndarray, prompt_length: int
 ) -> Iterator[Verdict]:
-    record: dict[str, torch.Tensor] = {}
-    state = model.new_state()
-    want = _numpy(model.forward(torch.from_numpy(ids), state, record=record))
+    want = _numpy(model.forward(torch.from_numpy(ids), model.new_state()))
     got, _, _, _ = driver.whole(ids)
     yield from _logits(where.at(case="whole"), got, want, prompt_length)
     session = Session(driver)
@@ -91,7 +89,7 @@ def _run(
     for token in ids:
         session.step([None] * (ROWS - 1) + [(sequence, np.array([token]))], 1)
     yield from _logits(where.at(case="stepwise"), sequence.rows(), want, prompt_length)
-    yield from _layers(where, driver, model, {k: _numpy(v) for k, v in record.items()}, ids, state)
+    yield from check_layers(where, driver, model, ids)
 
 
 def _logits(where: Where, got: np.ndarray, want: np.ndarray, start: int) -> Iterator[Verdict]:
@@ -116,9 +114,14 @@ def _logits(where: Where, got: np.ndarray, want: np.ndarray, start: int) -> Iter
     yield judge(where, "greedy choices (teacher-forced)", {"margin": 0.0} | parted, limit, note)
 
 
-def _layers(
-    where: Where, driver: Driver, model: Model, record: Arrays, ids: np.ndarray, state: State
+def check_layers(
+    where: Where, driver: Driver, model: Model, ids: np.ndarray
 ) -> Iterator[Verdict]:
+    """Every layer on the reference's own input of that layer, for a sequence from its start."""
+    found: dict[str, torch.Tensor] = {}
+    state = model.new_state()
+    model.forward(torch.from_numpy(ids), state, record=found)
+    record = {k: _numpy(v) for k, v in found.items()}
     c, nm = driver.config, model.numerics
     states = dict(zip(model.config.kda_layers, state.kda_state, strict=True))
     streams = [_numpy(model.weights.embed(torch.from_numpy(ids)))]
