@@ -52,7 +52,7 @@ _OPTIONAL: dict[str, tuple[Any, ...]] = {
     "quantization_config.global_compression_ratio": (None,),
 }
 # Keys of the file that say nothing about the forward pass (generation defaults, bookkeeping).
-_IGNORED = frozenset(  # noqa: SIM905  (sixty quoted names are harder to read)
+_IGNORED = frozenset(
     """architectures transformers_version auto_map initializer_range use_cache head_dim rope_theta
     _name_or_path _attn_implementation attn_implementation return_dict output_hidden_states
     output_attentions torchscript pruned_heads chunk_size_feed_forward is_encoder_decoder is_decoder
@@ -63,7 +63,7 @@ _IGNORED = frozenset(  # noqa: SIM905  (sixty quoted names are harder to read)
     no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids num_return_sequences
     output_scores return_dict_in_generate forced_bos_token_id forced_eos_token_id
     remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
-    tf_legacy_loss use_bfloat16 use_return_dict""".split()
+    tf_legacy_loss use_bfloat16 use_return_dict""".split()  # noqa: SIM905  (as a list, sixty lines)
 )
 _LINEAR = {
     "num_heads": "kda_num_heads",

@@ -1,48 +1,78 @@
 """Checkpoint to device: blocks of one array at a time, written into donated stacks.
 
-The host never holds more than one block (`BLOCK_BYTES`) and the shard pages it came from.
+The host never holds more than about one block (`BLOCK_BYTES`), its copy on the way to the device
+and the shard pages it came from.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_impl.checkpoint import Checkpoint, CheckpointError
+from jax_impl.checkpoint import Checkpoint, CheckpointError, Reader
 from jax_impl.config import RunConfig
+from jax_impl.memory import require_room
 from jax_impl.params import Weights, from_arrays
-from jax_impl.weights import WeightArray, layer_prefix, layers_of, weight_table
+from jax_impl.weights import BYTES, Part, WeightArray, layer_prefix, layers_of, weight_table
 
 BLOCK_BYTES = 32 << 20
 NAN_SCALE = 255  # E8M0 code of NaN
 
 Progress = Callable[[int], None]  # called with the number of bytes placed since the last call
+Block = tuple[list[np.int32], np.ndarray]  # start index in the stack, values
 
 
 def load_weights(
-    checkpoint: Checkpoint, progress: Progress | None = None, *, run: RunConfig | None = None
+    checkpoint: Checkpoint, progress: Progress | None = None, run: RunConfig | None = None
 ) -> Weights:
     """All weights of the text model on the default device, in the dtypes of the file.
 
-    MXFP4 experts stay packed. `progress` is called after every block.
+    MXFP4 experts stay packed. `progress` is called after every block. With `run` the cache that
+    these settings need counts too when it is checked, before anything is read, whether all fits.
 
     Raises:
+        DoesNotFitError: weights (and cache) exceed the device's free memory; nothing was read.
         CheckpointError: a scale byte is NaN (E8M0 255); names the tensor and the group.
     """
+    free = free_device_bytes()
+    if free is not None:
+        require_room(checkpoint.config, free, run)
     arrays: dict[tuple[str, str], jax.Array] = {}
-    for array in weight_table(checkpoint.config):
-        stack = jnp.zeros(array.shape(checkpoint.config), array.dtype)
-        for start, block in _blocks(checkpoint, array):
-            stack = _place(stack, block, tuple(start))
-            if progress is not None:
-                progress(block.nbytes)
-        arrays[array.kind, array.name] = stack
+    with checkpoint.reader() as reader:
+        for array in weight_table(checkpoint.config):
+            stack = jnp.zeros(array.shape(checkpoint.config), array.dtype)
+            for start, block in _blocks(checkpoint, reader, array):
+                stack = _place(stack, block, tuple(start))
+                # else the host runs ahead of the copies and their sources pile up
+                stack.block_until_ready()
+                if progress is not None:
+                    progress(block.nbytes)
+            arrays[array.kind, array.name] = stack
     return from_arrays(arrays)
+
+
+def free_device_bytes(device: jax.Device | None = None) -> int | None:
+    """Free memory of the device (default: the first) in bytes; None where nobody can tell.
+
+    An accelerator answers from its allocator; the CPU's memory is what Linux calls available.
+    """
+    device = device or jax.local_devices()[0]
+    stats = device.memory_stats() or {}
+    if "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
+    meminfo = Path("/proc/meminfo")
+    if device.platform != "cpu" or not meminfo.exists():
+        return None
+    for line in meminfo.read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return None
 
 
 @partial(jax.jit, donate_argnums=0)
@@ -50,63 +80,66 @@ def _place(stack: jax.Array, block: jax.Array, start: tuple[jax.Array, ...]) -> 
     return lax.dynamic_update_slice(stack, block, start)
 
 
-def _blocks(
-    checkpoint: Checkpoint, array: WeightArray
-) -> Iterator[tuple[list[np.int32], np.ndarray]]:
-    """(start index, values) of blocks that together fill the stack."""
+def _blocks(checkpoint: Checkpoint, reader: Reader, array: WeightArray) -> Iterator[Block]:
+    """Blocks that together fill the stack."""
     c = checkpoint.config
     if array.kind == "root":
-        yield from _row_blocks(checkpoint, array)
+        yield from _parts(reader, array, layer_prefix(c, "root", 0), ())
         return
     for ordinal, layer in enumerate(layers_of(c, array.kind)):
         prefix = layer_prefix(c, array.kind, layer)
         if not array.per_expert:
-            with checkpoint.reader() as reader:
-                pieces = [reader.read(prefix + p.key, p) for p in array.parts]
-                block = np.concatenate(pieces, axis=0)[None]
-                del pieces
-            yield _start(block, ordinal), block
+            yield from _parts(reader, array, prefix, (ordinal,))
             continue
         one = array.shape(c)[2:]
         step = max(1, BLOCK_BYTES // int(np.prod(one)))
         for first in range(0, c.num_experts, step):
-            block = _experts(checkpoint, array, prefix, range(first, min(first + step, c.num_experts)))
+            chosen = range(first, min(first + step, c.num_experts))
+            block = _experts(reader, array, prefix, chosen, one)
             yield _start(block, ordinal, first), block
 
 
-def _row_blocks(
-    checkpoint: Checkpoint, array: WeightArray
-) -> Iterator[tuple[list[np.int32], np.ndarray]]:
-    # the embedding and the head are the largest single tensors: placed by rows
-    (part,) = array.parts
-    name = layer_prefix(checkpoint.config, "root", 0) + part.key
-    rows = part.shape[0]
-    step = rows
+def _parts(
+    reader: Reader, array: WeightArray, prefix: str, lead: tuple[int, ...]
+) -> Iterator[Block]:
+    """One layer of an array: in one block if it is small, else each part by rows."""
+    sizes = [int(np.prod(p.shape, dtype=np.int64)) * BYTES[array.dtype] for p in array.parts]
+    if sum(sizes) <= BLOCK_BYTES:
+        block = np.concatenate([reader.read(prefix + p.key, p) for p in array.parts], axis=0)
+        block = block.reshape(*(1 for _ in lead), *block.shape)
+        yield _start(block, *lead), block
+        return
+    row = 0
+    for part, size in zip(array.parts, sizes, strict=True):
+        rows = part.shape[0]
+        step = max(1, BLOCK_BYTES * rows // size)
+        for first in range(0, rows, step):
+            data = _rows(reader, prefix + part.key, part, first, min(first + step, rows))
+            block = data.reshape(*(1 for _ in lead), *data.shape)
+            yield _start(block, *lead, row + first), block
+        row += rows
+
+
+def _rows(reader: Reader, name: str, part: Part, first: int, end: int) -> np.ndarray:
     if part.cut == 0:
-        step = max(1, BLOCK_BYTES // (2 * int(np.prod(part.shape[1:], dtype=np.int64))))
-    for first in range(0, rows, step):
-        window = (first, min(first + step, rows)) if part.cut == 0 else None
-        with checkpoint.reader() as reader:
-            block = np.array(reader.read(name, part, window))
-        start = _start(block)
-        start[0] = np.int32(first)
-        yield start, block
+        return reader.read(name, part, (first, end))
+    # a window goes along the cut axis; along the rows such a part is read whole and sliced
+    return reader.read(name, part)[first:end]
 
 
 def _experts(
-    checkpoint: Checkpoint, array: WeightArray, prefix: str, experts: range
+    reader: Reader, array: WeightArray, prefix: str, experts: range, one: tuple[int, ...]
 ) -> np.ndarray:
-    block = np.empty((1, len(experts), *array.shape(checkpoint.config)[2:]), array.dtype)
-    with checkpoint.reader() as reader:
-        for i, e in enumerate(experts):
-            row = 0
-            for part in array.parts:
-                name = prefix + part.key.format(e=e)
-                data = reader.read(name, part)
-                if array.name.endswith("_scale"):
-                    _refuse_nan_scales(name, data)
-                block[0, i, row : row + data.shape[0]] = data
-                row += data.shape[0]
+    block = np.empty((1, len(experts), *one), array.dtype)
+    for i, e in enumerate(experts):
+        row = 0
+        for part in array.parts:
+            name = prefix + part.key.format(e=e)
+            data = reader.read(name, part)
+            if array.name.endswith("_scale"):
+                _refuse_nan_scales(name, data)
+            block[0, i, row : row + data.shape[0]] = data
+            row += data.shape[0]
     return block
 
 

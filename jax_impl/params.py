@@ -49,7 +49,8 @@ class Kda:
 class Mla:
     """MLA attention. H heads on this rank, R kv latent, n/r/v head widths."""
 
-    in_proj: jax.Array  # bf16 [L, q_lora + R + r + H v, D]   rows q_a | kv_a | g
+    a_proj: jax.Array  # bf16 [L, q_lora + R + r, D]   rows q_a | kv_a, equal on all ranks
+    g_proj: jax.Array  # bf16 [L, H v, D]
     q_a_layernorm: jax.Array  # bf16 [L, q_lora]
     q_b_proj: jax.Array  # bf16 [L, H (n + r), q_lora]
     kv_a_layernorm: jax.Array  # bf16 [L, R]

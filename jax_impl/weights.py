@@ -105,7 +105,12 @@ def weight_table(c: ModelConfig) -> tuple[WeightArray, ...]:
 
 
 def _one(
-    kind: str, name: str, key: str, shape: tuple[int, ...], cut: int | None = None, dtype: str = BF16
+    kind: str,
+    name: str,
+    key: str,
+    shape: tuple[int, ...],
+    cut: int | None = None,
+    dtype: str = BF16,
 ) -> WeightArray:
     return WeightArray(kind, name, dtype, (Part(key, shape, cut),))
 
@@ -138,10 +143,14 @@ def _kda(c: ModelConfig) -> tuple[WeightArray, ...]:
     conv = tuple(
         Part(f"self_attn.{x}_conv1d.weight", (p, taps), 0, stored=(p, 1, taps)) for x in "qkv"
     )
-    rows: list[tuple[str, int, int | None]] = [(f"{x}_proj", p, 0) for x in "qkvg"]
+    rows: list[tuple[str, int, int | None]] = [
+        *((f"{x}_proj", p, 0) for x in "qkvg"),
+        ("f_a_proj", hd, None),
+        ("b_proj", h, 0),
+    ]
     a_log = Part("self_attn.A_log", (h,), 0, padded=True)
     return (
-        _joined("kda", "in_proj", "self_attn", [*rows, ("f_a_proj", hd, None), ("b_proj", h, 0)], d),
+        _joined("kda", "in_proj", "self_attn", rows, d),
         _one("kda", "f_b_proj", "self_attn.f_b_proj.weight", (p, hd), 0),
         WeightArray("kda", "conv1d", F32, conv),
         WeightArray("kda", "A_log", F32, (a_log,)),
@@ -154,13 +163,14 @@ def _kda(c: ModelConfig) -> tuple[WeightArray, ...]:
 def _mla(c: ModelConfig) -> tuple[WeightArray, ...]:
     d, n, rq, rkv = c.hidden_size, c.num_attention_heads, c.q_lora_rank, c.kv_lora_rank
     kv = n * (c.qk_nope_head_dim + c.v_head_dim)
+    # the latents are equal on all ranks, the gate is cut: joining the three would hide the former
     rows: list[tuple[str, int, int | None]] = [
         ("q_a_proj", rq, None),
         ("kv_a_proj_with_mqa", c.kv_row, None),
-        ("g_proj", n * c.v_head_dim, 0),
     ]
     return (
-        _joined("mla", "in_proj", "self_attn", rows, d),
+        _joined("mla", "a_proj", "self_attn", rows, d),
+        _one("mla", "g_proj", "self_attn.g_proj.weight", (n * c.v_head_dim, d), 0),
         _one("mla", "q_a_layernorm", "self_attn.q_a_layernorm.weight", (rq,)),
         _one("mla", "q_b_proj", "self_attn.q_b_proj.weight", (n * c.qk_head_dim, rq), 0),
         _one("mla", "kv_a_layernorm", "self_attn.kv_a_layernorm.weight", (rkv,)),

@@ -197,8 +197,8 @@ def latent_moe(t: Tensors, meta: Meta, nx: Numerics) -> Tensors:
 def mla(t: Tensors, meta: Meta, nx: Numerics) -> Tensors:
     """The whole sequence at once, then the last rows one at a time, over scattered NaN pages."""
     size, rank = len(t["hidden"]), meta["kv_lora_rank"]
-    join = np.concatenate([t[f"w.{n}.weight"] for n in ("q_a_proj", "kv_a_proj_with_mqa", "g_proj")])
-    names = ("q_a_layernorm", "q_b_proj", "kv_a_layernorm", "kv_b_proj", "o_proj")
+    join = np.concatenate([t[f"w.{n}.weight"] for n in ("q_a_proj", "kv_a_proj_with_mqa")])
+    names = ("g_proj", "q_a_layernorm", "q_b_proj", "kv_a_layernorm", "kv_b_proj", "o_proj")
     w = Mla(_bf(join), *(_bf(t[f"w.{n}.weight"]) for n in names))
     keys = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_lora_rank", "q_lora_rank")
     static = _static(
@@ -230,7 +230,7 @@ def mla(t: Tensors, meta: Meta, nx: Numerics) -> Tensors:
 def _mla_inner(static: Static, w: Mla, hidden: jax.Array, rows: jax.Array) -> dict[str, jax.Array]:
     """q and the attention output before the gate, in both forms."""
     nx, c, eps = static.nx, static.config, static.run.latent_eps
-    q_a = nx.linear(hidden, w.in_proj)[:, : c.q_lora_rank]
+    q_a = nx.linear(hidden, w.a_proj)[:, : c.q_lora_rank]
     q = nx.linear(norm_ops.rmsnorm(nx, q_a, w.q_a_layernorm, eps), w.q_b_proj)
     q = q.reshape(1, len(hidden), -1, c.qk_head_dim)
     split = mla_ops.split_kv_b(w.kv_b_proj, c.qk_nope_head_dim, c.v_head_dim)

@@ -200,6 +200,30 @@ class Model:
             record |= {"final_norm_in": mix, "final_norm_out": hidden}
         return linear(hidden, root("lm_head.weight"), nm)
 
+    def taps(self, record: Tensors, layers: Sequence[int], stream: str = "prefix") -> Tensor:
+        """Streams after some layers, side by side, from the record of a pass.
+
+        Args:
+            record: what `forward` filled in for T tokens.
+            layers: 0-based layers; the last layer may be among them.
+            stream: "prefix", the running sum on exit of the layer, or "attn_res", the mixture that
+                its next consumer makes of it before any norm (for the last layer, the head's).
+
+        Returns:
+            [T, len(layers) * D], compute, in the order of `layers`.
+        """
+        names = [f"layer{layer:02d}.prefix_sum_out" for layer in layers]
+        if stream == "attn_res":
+            last = self.config.num_hidden_layers - 1
+            consumers = (f"layer{layer + 1:02d}.attn_norm_in" for layer in layers)
+            names = [
+                "final_norm_in" if layer == last else name
+                for layer, name in zip(layers, consumers, strict=True)
+            ]
+        elif stream != "prefix":
+            raise ValueError(f"stream {stream!r} is not 'prefix' or 'attn_res'")
+        return torch.cat([self.numerics.round(record[name]) for name in names], dim=-1)
+
     def _add(self, a: Tensor, b: Tensor) -> Tensor:
         nm = self.numerics
         return nm.round(nm.wide(a) + nm.wide(b))

@@ -170,8 +170,8 @@ def mla(
     c, nx = static.config, static.nx
     batch, tokens = inputs.tokens.shape
     rank, eps = c.kv_lora_rank, static.run.latent_eps
-    fused = nx.linear(x, w.in_proj)
-    q_a, kv_a, gate = jnp.split(fused, [c.q_lora_rank, c.q_lora_rank + c.kv_row], axis=-1)
+    q_a, kv_a = jnp.split(nx.linear(x, w.a_proj), [c.q_lora_rank], axis=-1)
+    gate = nx.linear(x, w.g_proj)
     q = nx.linear(rmsnorm(nx, q_a, w.q_a_layernorm, eps), w.q_b_proj)
     latent = rmsnorm(nx, kv_a[:, :rank], w.kv_a_layernorm, eps)
     rows = jnp.concatenate([latent, kv_a[:, rank:]], axis=-1).reshape(batch, tokens, -1)
