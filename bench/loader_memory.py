@@ -172,7 +172,8 @@ def print_table(report: dict[str, Any]) -> None:
         print(f"{label:15} {f[key] / mb:,.1f} MB")
     print(f"{'ratio':15} {f['ratio']:.3f} largest shards (limit {c['limit_ratio']})")
     rate = f["placed_bytes_per_second"] / 1e9
-    print(f"{'open, load':15} {f['open_seconds']:.2f} s, {f['load_seconds']:.2f} s ({rate:.2f} GB/s)")
+    seconds = f"{f['open_seconds']:.2f} s, {f['load_seconds']:.2f} s"
+    print(f"{'open, load':15} {seconds} ({rate:.2f} GB/s)")
     versions = ", ".join(f"{k} {v}" for k, v in c["versions"].items())
     print(f"{'conditions':15} {c['device']}; {c['host']['cpus']} CPUs; {versions}")
 

@@ -6,6 +6,7 @@ No JAX import: `k3 check` runs without it.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,11 +18,21 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jax_impl.config import ModelConfig
-from jax_impl.weights import BYTES, Part, checkpoint_tensors, padded_lengths
+from jax_impl.weights import (
+    BYTES,
+    AnyConfig,
+    Part,
+    WeightArray,
+    checkpoint_tensors,
+    padded_lengths,
+    weight_table,
+)
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 IGNORED_ROOTS = ("vision_tower.", "mm_projector.")  # the multimodal parts of the release
 _DTYPES = {"BF16": "bfloat16", "F32": "float32", "U8": "uint8"}
+_OTHER_BYTES = {"F64": 8, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "F16": 2, "I16": 2, "U16": 2}
+_MAPPED = 256 << 20  # bytes read from open shards before they are unmapped
 _SHOWN = 20  # problems printed in full; the rest are counted
 
 
@@ -40,7 +51,8 @@ class Stored:
     @property
     def nbytes(self) -> int:
         """Size of the data."""
-        return int(np.prod(self.shape, dtype=np.int64)) * BYTES.get(self.dtype, 1)
+        item = BYTES.get(self.dtype) or _OTHER_BYTES.get(self.dtype, 1)
+        return math.prod(self.shape) * item
 
 
 @dataclass(frozen=True)
@@ -48,20 +60,34 @@ class Checkpoint:
     """A directory whose text tensors are all present with the right shapes and dtypes.
 
     Attributes:
-        consumed: tensors of the text model, by full name.
-        ignored: tensors left out by rule (`IGNORED_ROOTS`).
+        table: the arrays that its tensors go to.
+        consumed: tensors that the table asks for, by full name.
+        ignored: tensors left out by rule (`IGNORED_ROOTS` in a target).
         unnamed_files: shard files in the directory that the index does not name.
     """
 
     path: Path
-    config: ModelConfig
+    config: AnyConfig
+    table: tuple[WeightArray, ...]
     consumed: dict[str, Stored]
     ignored: dict[str, Stored]
     unnamed_files: tuple[str, ...]
 
     @classmethod
-    def open(cls, path: str | Path, config: ModelConfig | None = None) -> Checkpoint:
+    def open(
+        cls,
+        path: str | Path,
+        config: AnyConfig | None = None,
+        table: tuple[WeightArray, ...] | None = None,
+        ignored_roots: tuple[str, ...] = IGNORED_ROOTS,
+    ) -> Checkpoint:
         """Check index, directory and headers; reads no tensor data but the `A_log` paddings.
+
+        Args:
+            path: the directory.
+            config: None reads the target model's `config.json`.
+            table: None takes the text model's arrays.
+            ignored_roots: starts of the names that are left out by rule.
 
         Raises:
             ConfigError: `config.json` is missing or not implemented.
@@ -74,13 +100,18 @@ class Checkpoint:
                 f"{INDEX} and its shards."
             )
         config = config or ModelConfig.load(path)
+        table = weight_table(config) if table is None else table
         weight_map, total = _read_index(path)
-        stored = _read_headers(path, weight_map)
-        _check_total(total, stored)
-        consumed, ignored = _ledger(config, stored)
+        stored, unread, problems = _read_headers(path, weight_map)
+        if not unread:
+            problems += _total_difference(total, stored)
+        consumed, left, more = _ledger(config, table, stored, unread)
+        ignored = {n: s for n, s in left.items() if n.startswith(ignored_roots)}
+        more += _left_over({n: s for n, s in left.items() if n not in ignored})
+        _raise(path, problems + more)
         named = set(weight_map.values())
         unnamed = sorted(f.name for f in path.glob("*.safetensors") if f.name not in named)
-        checkpoint = cls(path, config, consumed, ignored, tuple(unnamed))
+        checkpoint = cls(path, config, table, consumed, ignored, tuple(unnamed))
         checkpoint._check_paddings()
         return checkpoint
 
@@ -92,7 +123,7 @@ class Checkpoint:
 
     @contextmanager
     def reader(self) -> Iterator[Reader]:
-        """Open shards for reading; they are unmapped at the end, so mapped pages do not pile up."""
+        """Open shards for reading; unmapped at the end, since mapped pages count as memory."""
         reader = Reader(self)
         try:
             yield reader
@@ -102,7 +133,7 @@ class Checkpoint:
     def _check_paddings(self) -> None:
         problems = []
         with self.reader() as reader:
-            for name, part, _ in checkpoint_tensors(self.config):
+            for name, part, _ in checkpoint_tensors(self.config, self.table):
                 if part.padded:
                     tail = reader.read(name, part, tail=True)
                     bad = np.flatnonzero(tail != 0)
@@ -122,26 +153,51 @@ class Reader:
         """Nothing is opened until the first read."""
         self._checkpoint = checkpoint
         self._open: dict[str, Any] = {}
+        self._mapped = 0  # bytes read through the open mappings
+        self._budget = min(_MAPPED, checkpoint.largest_shard // 4)
 
     def read(
-        self, name: str, part: Part, window: tuple[int, int] | None = None, *, tail: bool = False
+        self,
+        name: str,
+        part: Part,
+        window: tuple[int, int] | None = None,
+        *,
+        rows: tuple[int, int] | None = None,
+        tail: bool = False,
     ) -> np.ndarray:
-        """One tensor in the shape of `part`; only `window` (start, stop) of its cut axis if given.
+        """One tensor in the shape of `part`; of its cut axis only `window` (start, stop) if given.
 
-        With `tail` the padding behind the part's entries instead (1-D parts only).
+        Args:
+            name: full name of the tensor.
+            part: its row of the table.
+            window: (start, stop) along the cut axis; ignored by parts that are not cut.
+            rows: (start, stop) along the first axis, where that is not the windowed one.
+            tail: the padding behind the part's entries instead (1-D parts only).
+
+        Raises:
+            CheckpointError: the shard is no longer what it was when the checkpoint was opened.
         """
         stored = self._checkpoint.consumed[name]
-        if stored.file not in self._open:
-            path = self._checkpoint.path / stored.file
-            self._open[stored.file] = safe_open(path, framework="numpy").__enter__()
-        source = self._open[stored.file].get_slice(name)
-        if part.padded:
-            start, stop = (part.shape[0], stored.shape[0]) if tail else (window or (0, part.shape[0]))
-            return source[start:stop] if stop > start else np.zeros(0, stored.dtype)
-        if window is None or part.cut is None:
-            data = source[:]
-        else:
-            data = source[window[0] : window[1]] if part.cut == 0 else source[:, window[0] : window[1]]
+        first, end = (window if window and part.cut == 0 else rows) or (0, part.shape[0])
+        if tail:
+            first, end = part.shape[0], stored.shape[0]
+        if end <= first:
+            return np.zeros((0, *part.shape[1:]), stored.dtype)
+        try:
+            if stored.file not in self._open:
+                path = self._checkpoint.path / stored.file
+                self._open[stored.file] = safe_open(path, framework="numpy").__enter__()
+            source = self._open[stored.file].get_slice(name)
+            columns = part.cut == 1 and window is not None
+            data = source[first:end, slice(*window)] if columns else source[first:end]
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(
+                f"{name}: {stored.file} cannot be read any more: {error}. Was it changed after "
+                "the check? Open the checkpoint again."
+            ) from None
+        self._mapped += data.nbytes
+        if self._mapped > self._budget:
+            self.close()
         return data.reshape(data.shape[0], *part.shape[1:]) if part.stored else data
 
     def close(self) -> None:
@@ -149,6 +205,7 @@ class Reader:
         for handle in self._open.values():
             handle.__exit__(None, None, None)
         self._open.clear()
+        self._mapped = 0
 
 
 def _read_index(path: Path) -> tuple[dict[str, str], int | None]:
@@ -163,10 +220,19 @@ def _read_index(path: Path) -> tuple[dict[str, str], int | None]:
         )
     try:
         parsed = json.loads(index.read_text())
-        weight_map = {str(k): str(v) for k, v in parsed["weight_map"].items()}
+        weight_map = dict(parsed["weight_map"].items())
         total = parsed.get("metadata", {}).get("total_size")
-    except (json.JSONDecodeError, UnicodeDecodeError, KeyError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{index}: not an index with a weight_map: {error!r}") from None
+    except (ValueError, KeyError, AttributeError, TypeError, OSError, RecursionError) as error:
+        raise CheckpointError(
+            f"{index}: not an index with a weight_map: {error!r}. Fetch the file again."
+        ) from None
+    odd = sorted({repr(f) for f in weight_map.values() if not _plain_name(f)})
+    if odd or not (total is None or type(total) is int):
+        found = f"shard name(s) {', '.join(odd)}" if odd else f"metadata.total_size {total!r}"
+        raise CheckpointError(
+            f"{index}: found {found}, expected plain file names and a number of bytes. "
+            "Fetch the file again."
+        )
     wanted = sorted(set(weight_map.values()))
     missing = [f for f in wanted if not (path / f).is_file()]
     if missing:
@@ -176,6 +242,10 @@ def _read_index(path: Path) -> tuple[dict[str, str], int | None]:
             + ". The download looks incomplete; fetch the missing files again."
         )
     return weight_map, total
+
+
+def _plain_name(file: Any) -> bool:
+    return isinstance(file, str) and file not in ("", ".", "..") and Path(file).name == file
 
 
 def _single_file(path: Path) -> dict[str, str]:
@@ -197,8 +267,12 @@ def _opened(file: Path) -> Iterator[Any]:
         yield inner
 
 
-def _read_headers(path: Path, weight_map: dict[str, str]) -> dict[str, Stored]:
+def _read_headers(
+    path: Path, weight_map: dict[str, str]
+) -> tuple[dict[str, Stored], set[str], list[str]]:
+    """What the shards hold, names in shards that cannot be read or lack them, and problems."""
     problems: list[str] = []
+    unread: set[str] = set()
     stored: dict[str, Stored] = {}
     by_file: dict[str, set[str]] = {}
     for name, file in weight_map.items():
@@ -214,47 +288,55 @@ def _read_headers(path: Path, weight_map: dict[str, str]) -> dict[str, Stored]:
                     stored[name] = Stored(file, _DTYPES.get(dtype, dtype), shape)
         except CheckpointError as error:
             problems.append(str(error))
+            unread |= names
             continue
-        problems += [f"{n}: the index places it in {file}, which lacks it" for n in sorted(names - held)]
-        problems += [f"{n}: in {file}, but not in the index" for n in sorted(held - names)]
-    _raise(path, problems)
-    return stored
+        lacking, extra = sorted(names - held), sorted(held - names)
+        problems += [f"{n}: the index places it in {file}, which lacks it" for n in lacking]
+        problems += [f"{n}: in {file}, but not in the index" for n in extra]
+        unread |= set(lacking)
+    return stored, unread, problems
 
 
-def _check_total(total: int | None, stored: dict[str, Stored]) -> None:
+def _total_difference(total: int | None, stored: dict[str, Stored]) -> list[str]:
     found = sum(s.nbytes for s in stored.values())
-    if total is not None and total != found:
-        raise CheckpointError(
-            f"{INDEX}: metadata.total_size is {total:,} bytes, but the shards hold {found:,}. "
-            "Index and shards belong to different versions?"
-        )
+    if total is None or total == found:
+        return []
+    return [
+        f"{INDEX}: metadata.total_size is {total:,} bytes, but the named tensors hold {found:,}. "
+        "Index and shards belong to different versions?"
+    ]
 
 
 def _ledger(
-    config: ModelConfig, stored: dict[str, Stored]
-) -> tuple[dict[str, Stored], dict[str, Stored]]:
-    """Consumed and ignored tensors; whatever is missing, different or left over is an error."""
+    config: AnyConfig, table: tuple[WeightArray, ...], stored: dict[str, Stored], unread: set[str]
+) -> tuple[dict[str, Stored], dict[str, Stored], list[str]]:
+    """Consumed tensors, all others, and problems: whatever is missing or different.
+
+    Tensors in `unread` are reported already.
+    """
     problems: list[str] = []
     consumed: dict[str, Stored] = {}
-    for name, part, dtype in checkpoint_tensors(config):
+    for name, part, dtype in checkpoint_tensors(config, table):
         found = stored.get(name)
         if found is None:
-            problems.append(f"{name}: missing, expected {dtype} {list(part.stored or part.shape)}")
+            if name not in unread:
+                wanted = list(part.stored or part.shape)
+                problems.append(f"{name}: missing, expected {dtype} {wanted}")
             continue
         consumed[name] = found
         problems += _differences(config, name, part, dtype, found)
-    ignored = {n: s for n, s in stored.items() if n.startswith(IGNORED_ROOTS)}
-    left = sorted(set(stored) - set(consumed) - set(ignored))
-    problems += [
-        f"{n}: left over ({stored[n].dtype} {list(stored[n].shape)}); no part of this model takes it"
-        for n in left
+    return consumed, {n: s for n, s in stored.items() if n not in consumed}, problems
+
+
+def _left_over(left: dict[str, Stored]) -> list[str]:
+    return [
+        f"{n}: left over ({left[n].dtype} {list(left[n].shape)}); no part of this model takes it"
+        for n in sorted(left)
     ]
-    _raise(None, problems)
-    return consumed, ignored
 
 
 def _differences(
-    config: ModelConfig, name: str, part: Part, dtype: str, found: Stored
+    config: AnyConfig, name: str, part: Part, dtype: str, found: Stored
 ) -> list[str]:
     wanted = part.stored or part.shape
     problems = []
@@ -272,9 +354,9 @@ def _differences(
     return problems
 
 
-def _raise(path: Path | None, problems: list[str]) -> None:
+def _raise(path: Path, problems: list[str]) -> None:
     if problems:
-        where = f"{path}: " if path else ""
         shown = "".join(f"\n  - {p}" for p in problems[:_SHOWN])
         more = f"\n  ... and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        raise CheckpointError(f"{where}{len(problems)} problem(s) with the checkpoint:{shown}{more}")
+        count = f"{len(problems)} problem(s) with the checkpoint"
+        raise CheckpointError(f"{path}: {count}:{shown}{more}")

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from jax_impl.config_rules import GROUP, collect, flatten, inconsistencies, refusals
 
@@ -20,6 +20,25 @@ __all__ = ["GROUP", "ConfigError", "ModelConfig", "RunConfig"]
 
 class ConfigError(ValueError):
     """A configuration that this project does not implement; the message lists every reason."""
+
+
+def read_config(path: str | Path, what: str) -> tuple[Any, Path]:
+    """The parsed `config.json` (a file, or in a directory) of `what`, and the file's path.
+
+    Raises:
+        ConfigError: the file is missing or unreadable.
+    """
+    path = Path(path)
+    file = path / "config.json" if path.is_dir() or not path.suffix else path
+    try:
+        return json.loads(file.read_text()), file
+    except FileNotFoundError:
+        raise ConfigError(
+            f"{file}: not found. Expected the config.json of {what}; give the directory that "
+            "holds it."
+        ) from None
+    except (OSError, ValueError, RecursionError) as error:  # ValueError: also undecodable text
+        raise ConfigError(f"{file}: not readable as JSON: {error}") from None
 
 
 @dataclass(frozen=True)
@@ -63,6 +82,7 @@ class ModelConfig:
     num_expert_group: int
     topk_group: int
     weights_prefix: str = "language_model."
+    layers_prefix: ClassVar[str] = "model.layers."
 
     # ---- layer pattern: the only place that computes it ----
     def is_mla(self, layer: int) -> bool:
@@ -132,17 +152,7 @@ class ModelConfig:
         Raises:
             ConfigError: the file is missing or unreadable, or a setting is not implemented.
         """
-        path = Path(path)
-        file = path / "config.json" if path.is_dir() or not path.suffix else path
-        try:
-            raw = json.loads(file.read_text())
-        except FileNotFoundError:
-            raise ConfigError(
-                f"{file}: not found. Expected the config.json of a Kimi K3 checkpoint; "
-                "give the directory that holds it."
-            ) from None
-        except (OSError, ValueError, RecursionError) as error:  # ValueError: also undecodable text
-            raise ConfigError(f"{file}: not readable as JSON: {error}") from None
+        raw, file = read_config(path, "a Kimi K3 checkpoint")
         return cls.from_dict(raw, source=str(file))
 
     @classmethod
@@ -202,6 +212,8 @@ class RunConfig:
         pages: pages of the token cache.
         page_size: tokens per page.
         decode_backend: `auto` is the standard XLA path; `latency_specialized` asks for kernels.
+        commit: how a verification keeps accepted tokens only: `replay` of recorded updates, or
+            `snapshots` of the state after each token (T times the memory, no second pass).
     """
 
     profile: Literal["H", "V"] = "V"
@@ -213,6 +225,7 @@ class RunConfig:
     pages: int = 64
     page_size: int = 16
     decode_backend: Literal["auto", "latency_specialized"] = "auto"
+    commit: Literal["replay", "snapshots"] = "replay"
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -226,6 +239,7 @@ class RunConfig:
             "compute": ("bfloat16", "float32"),
             "kv_dtype": (None, "bfloat16", "float32", "float8_e4m3fn"),
             "decode_backend": ("auto", "latency_specialized"),
+            "commit": ("replay", "snapshots"),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:

@@ -100,23 +100,50 @@ def _short(value: Any) -> str:
 
 def refusals(flat: Mapping[str, Any], names: set[str]) -> list[str]:
     """Settings that are missing, unknown or not implemented; `names` are the model's own fields."""
-    problems = []
-    for key, wanted in _REQUIRED.items():
-        if key not in flat:
-            problems.append(f"{key}: missing, expected {wanted!r}")
-        elif not _same(flat[key], wanted):
-            problems.append(f"{key}: found {_short(flat[key])}, only {wanted!r} is implemented")
-    for key, allowed in _OPTIONAL.items():
-        if key in flat and not any(_same(flat[key], a) for a in allowed):
-            problems.append(f"{key}: found {_short(flat[key])}, only {allowed[0]!r} is implemented")
     known = set(_REQUIRED) | set(_OPTIONAL) | _IGNORED | names
     known |= {f"linear_attn_config.{k}" for k in (*_LINEAR, "full_attn_layers", "kda_layers")}
     known |= {"num_key_value_heads", "use_grouped_topk", "quantization_config.ignore"}
     free = ("quantization_config.config_groups.group_0.", "id2label.", "label2id.", "auto_map.")
-    for key in sorted(set(flat) - known):
-        if not key.startswith(free):
-            problems.append(f"{key}: unknown setting ({_short(flat[key])}); not implemented")
+    return fixed_settings(flat, _REQUIRED, _OPTIONAL) + unknown_settings(flat, known, free)
+
+
+def fixed_settings(
+    flat: Mapping[str, Any], required: Mapping[str, Any], optional: Mapping[str, tuple[Any, ...]]
+) -> list[str]:
+    """Settings without their one implemented value: `required` by name, `optional` if present."""
+    problems = []
+    for key, wanted in required.items():
+        if key not in flat:
+            problems.append(f"{key}: missing, expected {wanted!r}")
+        elif not _same(flat[key], wanted):
+            problems.append(f"{key}: found {_short(flat[key])}, only {wanted!r} is implemented")
+    for key, allowed in optional.items():
+        if key in flat and not any(_same(flat[key], a) for a in allowed):
+            problems.append(f"{key}: found {_short(flat[key])}, only {allowed[0]!r} is implemented")
     return problems
+
+
+def unknown_settings(
+    flat: Mapping[str, Any], known: set[str], free: tuple[str, ...] = ()
+) -> list[str]:
+    """Settings that are neither in `known` nor start with one of `free`."""
+    return [
+        f"{key}: unknown setting ({_short(flat[key])}); not implemented"
+        for key in sorted(set(flat) - known)
+        if not (free and key.startswith(free))
+    ]
+
+
+def number(flat: Mapping[str, Any], key: str, kind: str, problems: list[str]) -> Any:
+    """The setting as `int` or `float` (by `kind`); None, and one problem more, if it is not one."""
+    value = flat.get(key)
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    real = whole or (isinstance(value, float) and math.isfinite(value))
+    if (whole if kind == "int" else real) and abs(value) < _LIMIT:  # type: ignore[arg-type]
+        return float(value) if kind == "float" else value  # type: ignore[arg-type]
+    found = _short(value) if key in flat else "nothing"
+    problems.append(f"{key}: expected a number ({kind}, below 2^31), found {found}")
+    return None
 
 
 def collect(flat: Mapping[str, Any], types: Mapping[str, str]) -> tuple[dict[str, Any], list[str]]:
@@ -125,18 +152,8 @@ def collect(flat: Mapping[str, Any], types: Mapping[str, str]) -> tuple[dict[str
     problems: list[str] = []
     sources = {name: f"linear_attn_config.{key}" for key, name in _LINEAR.items()}
     for name, kind in types.items():
-        if kind not in ("int", "float"):
-            continue
-        key = sources.get(name, name)
-        value = flat.get(key)
-        number = isinstance(value, int) and not isinstance(value, bool)
-        real = number or (isinstance(value, float) and math.isfinite(value))
-        wanted = number if kind == "int" else real
-        if wanted and abs(value) < _LIMIT:  # type: ignore[arg-type]
-            values[name] = float(value) if kind == "float" else value  # type: ignore[arg-type]
-        else:
-            found = _short(value) if key in flat else "nothing"
-            problems.append(f"{key}: expected a number ({kind}, below 2^31), found {found}")
+        if kind in ("int", "float"):
+            values[name] = number(flat, sources.get(name, name), kind, problems)
     return values | {"mla_layers": _mla_layers(flat, problems)}, problems
 
 

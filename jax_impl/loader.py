@@ -6,6 +6,7 @@ and the shard pages it came from.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -19,9 +20,9 @@ from jax_impl.checkpoint import Checkpoint, CheckpointError, Reader
 from jax_impl.config import RunConfig
 from jax_impl.memory import require_room
 from jax_impl.params import Weights, from_arrays
-from jax_impl.weights import BYTES, Part, WeightArray, layer_prefix, layers_of, weight_table
+from jax_impl.weights import BYTES, AnyConfig, Part, WeightArray, layer_prefix, layers_of
 
-BLOCK_BYTES = 32 << 20
+BLOCK_BYTES = 8 << 20
 NAN_SCALE = 255  # E8M0 code of NaN
 
 Progress = Callable[[int], None]  # called with the number of bytes placed since the last call
@@ -43,18 +44,56 @@ def load_weights(
     free = free_device_bytes()
     if free is not None:
         require_room(checkpoint.config, free, run)
-    arrays: dict[tuple[str, str], jax.Array] = {}
+    return from_arrays(load_arrays(checkpoint, progress))
+
+
+def load_arrays(
+    checkpoint: Checkpoint, progress: Progress | None = None
+) -> dict[tuple[str, str], jax.Array]:
+    """All arrays of the checkpoint's table on the default device, by (kind, name).
+
+    Raises:
+        CheckpointError: as for `load_weights`.
+    """
+    c, table = checkpoint.config, checkpoint.table
+    stacked = [a for a in table if _nbytes(a, c) > BLOCK_BYTES]
+    large = [(a.kind, a.name) for a in stacked]
+    specs = tuple((a.shape(c), a.dtype) for a in stacked)
+    arrays = dict(zip(large, _zeros(specs), strict=True))
     with checkpoint.reader() as reader:
-        for array in weight_table(checkpoint.config):
-            stack = jnp.zeros(array.shape(checkpoint.config), array.dtype)
+        for array in table:
+            key = array.kind, array.name
+            if key in arrays:
+                arrays[key] = _fill(arrays.pop(key), _blocks(checkpoint, reader, array), progress)
+                continue
+            whole = np.empty(array.shape(c), array.dtype)
             for start, block in _blocks(checkpoint, reader, array):
-                stack = _place(stack, block, tuple(start))
-                # else the host runs ahead of the copies and their sources pile up
-                stack.block_until_ready()
-                if progress is not None:
-                    progress(block.nbytes)
-            arrays[array.kind, array.name] = stack
-    return from_arrays(arrays)
+                at = tuple(slice(i, i + n) for i, n in zip(start, block.shape, strict=True))
+                whole[at] = block
+            arrays[key] = jnp.asarray(whole)
+            if progress is not None:
+                progress(whole.nbytes)
+    return arrays
+
+
+def _fill(stack: jax.Array, blocks: Iterator[Block], progress: Progress | None) -> jax.Array:
+    for start, block in blocks:
+        stack = _place(stack, block, tuple(start))
+        # else the host runs ahead of the copies and their sources pile up
+        stack.block_until_ready()
+        if progress is not None:
+            progress(block.nbytes)
+    return stack
+
+
+@partial(jax.jit, static_argnums=0)
+def _zeros(specs: tuple[tuple[tuple[int, ...], str], ...]) -> list[jax.Array]:
+    # one program for all: a compilation per array would cost more host memory than a block
+    return [jnp.zeros(shape, dtype) for shape, dtype in specs]
+
+
+def _nbytes(array: WeightArray, c: AnyConfig) -> int:
+    return math.prod(array.shape(c)) * BYTES[array.dtype]
 
 
 def free_device_bytes(device: jax.Device | None = None) -> int | None:

@@ -99,18 +99,23 @@ def run_layer(
         static, w.norms, w.attention.o_proj, heads, prefix, snapshots,
         where.snapshots + where.starts_block, starts_block=where.starts_block,
     )  # fmt: skip
-    chosen: dict[str, jax.Array] = {}
-    if isinstance(w.mlp, Dense):
-        delta = backend.dense(static, w.mlp, y)
-    else:
-        latent, ids, share = backend.route(static, w.mlp, y)
-        routed, shared = backend.experts(static, w.mlp, y, latent, ids, share)
-        delta = backend.moe_out(static, w.mlp, routed, shared)
-        chosen = {"latent": latent, "ids": ids, "weights": share, "routed": routed, "shared": shared}
+    delta, chosen = feed_forward(static, backend, w.mlp, y)
     if record is not None:
         record |= {"x": x, "prefix_in": prefix, "heads": heads, "y": y, "prefix": after}
         record |= {"delta": delta} | chosen
     return Stream(after, snapshots, delta), cache, pending
+
+
+def feed_forward(
+    static: Static, backend: Backend, w: Dense | Moe, y: jax.Array
+) -> tuple[jax.Array, Record]:
+    """Dense part or mixture of experts: y [N, D] -> delta [N, D], and the expert stages' outputs."""
+    if isinstance(w, Dense):
+        return backend.dense(static, w, y), {}
+    latent, ids, share = backend.route(static, w, y)
+    routed, shared = backend.experts(static, w, y, latent, ids, share)
+    delta = backend.moe_out(static, w, routed, shared)
+    return delta, {"latent": latent, "ids": ids, "weights": share, "routed": routed, "shared": shared}
 
 
 def forward(

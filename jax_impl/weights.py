@@ -12,9 +12,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jax_impl.config import GROUP, ModelConfig
+from jax_impl.draft_config import DraftConfig
 
 BF16, F32, U8 = "bfloat16", "float32", "uint8"
 BYTES = {BF16: 2, F32: 4, U8: 1}
+AnyConfig = ModelConfig | DraftConfig
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,7 @@ class WeightArray:
     parts: tuple[Part, ...]
     per_expert: bool = False
 
-    def shape(self, c: ModelConfig, ranks: int = 1) -> tuple[int, ...]:
+    def shape(self, c: AnyConfig, ranks: int = 1) -> tuple[int, ...]:
         """Shape of one rank's array, with the leading layer (and expert) axes."""
         locals_ = [local_shape(p, ranks) for p in self.parts]
         joined = (sum(s[0] for s in locals_), *locals_[0][1:])
@@ -70,11 +72,12 @@ def local_shape(part: Part, ranks: int) -> tuple[int, ...]:
     return (*part.shape[: part.cut], size // ranks, *part.shape[part.cut + 1 :])
 
 
-def layers_of(c: ModelConfig, kind: str) -> tuple[int, ...]:
+def layers_of(c: AnyConfig, kind: str) -> tuple[int, ...]:
     """0-based layer numbers that hold the arrays of `kind`, in stacking order."""
     every = range(c.num_hidden_layers)
+    if kind == "layer" or isinstance(c, DraftConfig):  # a drafter's layers are all alike
+        return tuple(every)
     return {
-        "layer": tuple(every),
         "kda": c.kda_layers,
         "mla": c.mla_layers,
         "dense": tuple(i for i in every if c.is_dense(i)),
@@ -86,25 +89,25 @@ def weight_table(c: ModelConfig) -> tuple[WeightArray, ...]:
     """All weight arrays of a model, one row per array."""
     d, v = c.hidden_size, c.vocab_size
     return (
-        _one("root", "embed_tokens", "model.embed_tokens.weight", (v, d), 0),
-        _one("root", "norm", "model.norm.weight", (d,)),
-        _one("root", "output_attn_res_norm", "model.output_attn_res_norm.weight", (d,)),
-        _one("root", "output_attn_res_proj", "model.output_attn_res_proj.weight", (1, d)),
-        _one("root", "lm_head", "lm_head.weight", (v, d), 0),
-        _one("layer", "input_layernorm", "input_layernorm.weight", (d,)),
-        _one("layer", "post_attention_layernorm", "post_attention_layernorm.weight", (d,)),
-        _one("layer", "self_attention_res_norm", "self_attention_res_norm.weight", (d,)),
-        _one("layer", "self_attention_res_proj", "self_attention_res_proj.weight", (1, d)),
-        _one("layer", "mlp_res_norm", "mlp_res_norm.weight", (d,)),
-        _one("layer", "mlp_res_proj", "mlp_res_proj.weight", (1, d)),
+        one("root", "embed_tokens", "model.embed_tokens.weight", (v, d), 0),
+        one("root", "norm", "model.norm.weight", (d,)),
+        one("root", "output_attn_res_norm", "model.output_attn_res_norm.weight", (d,)),
+        one("root", "output_attn_res_proj", "model.output_attn_res_proj.weight", (1, d)),
+        one("root", "lm_head", "lm_head.weight", (v, d), 0),
+        one("layer", "input_layernorm", "input_layernorm.weight", (d,)),
+        one("layer", "post_attention_layernorm", "post_attention_layernorm.weight", (d,)),
+        one("layer", "self_attention_res_norm", "self_attention_res_norm.weight", (d,)),
+        one("layer", "self_attention_res_proj", "self_attention_res_proj.weight", (1, d)),
+        one("layer", "mlp_res_norm", "mlp_res_norm.weight", (d,)),
+        one("layer", "mlp_res_proj", "mlp_res_proj.weight", (1, d)),
         *_kda(c),
         *_mla(c),
-        *_gated_mlp("dense", "", "mlp", d, c.intermediate_size),
+        *gated_mlp("dense", "", "mlp", d, c.intermediate_size),
         *_moe(c),
     )
 
 
-def _one(
+def one(
     kind: str,
     name: str,
     key: str,
@@ -112,23 +115,26 @@ def _one(
     cut: int | None = None,
     dtype: str = BF16,
 ) -> WeightArray:
+    """An array of one tensor per layer."""
     return WeightArray(kind, name, dtype, (Part(key, shape, cut),))
 
 
-def _joined(
+def joined(
     kind: str, name: str, prefix: str, rows: list[tuple[str, int, int | None]], cols: int
 ) -> WeightArray:
+    """An array of several matrices with `cols` columns; `rows` are (name, rows, cut)."""
     parts = tuple(Part(f"{prefix}.{key}.weight", (o, cols), cut) for key, o, cut in rows)
     return WeightArray(kind, name, BF16, parts)
 
 
-def _gated_mlp(
+def gated_mlp(
     kind: str, name: str, prefix: str, d: int, width: int
 ) -> tuple[WeightArray, WeightArray]:
+    """The two arrays of a gated feed-forward part."""
     gate_up: list[tuple[str, int, int | None]] = [("gate_proj", width, 0), ("up_proj", width, 0)]
     return (
-        _joined(kind, f"{name}gate_up_proj", prefix, gate_up, d),
-        _one(kind, f"{name}down_proj", f"{prefix}.down_proj.weight", (d, width), 1),
+        joined(kind, f"{name}gate_up_proj", prefix, gate_up, d),
+        one(kind, f"{name}down_proj", f"{prefix}.down_proj.weight", (d, width), 1),
     )
 
 
@@ -150,13 +156,13 @@ def _kda(c: ModelConfig) -> tuple[WeightArray, ...]:
     ]
     a_log = Part("self_attn.A_log", (h,), 0, padded=True)
     return (
-        _joined("kda", "in_proj", "self_attn", rows, d),
-        _one("kda", "f_b_proj", "self_attn.f_b_proj.weight", (p, hd), 0),
+        joined("kda", "in_proj", "self_attn", rows, d),
+        one("kda", "f_b_proj", "self_attn.f_b_proj.weight", (p, hd), 0),
         WeightArray("kda", "conv1d", F32, conv),
         WeightArray("kda", "A_log", F32, (a_log,)),
-        _one("kda", "dt_bias", "self_attn.dt_bias", (p,), 0, dtype=F32),
-        _one("kda", "o_norm", "self_attn.o_norm.weight", (hd,), dtype=F32),
-        _one("kda", "o_proj", "self_attn.o_proj.weight", (d, p), 1),
+        one("kda", "dt_bias", "self_attn.dt_bias", (p,), 0, dtype=F32),
+        one("kda", "o_norm", "self_attn.o_norm.weight", (hd,), dtype=F32),
+        one("kda", "o_proj", "self_attn.o_proj.weight", (d, p), 1),
     )
 
 
@@ -169,13 +175,13 @@ def _mla(c: ModelConfig) -> tuple[WeightArray, ...]:
         ("kv_a_proj_with_mqa", c.kv_row, None),
     ]
     return (
-        _joined("mla", "a_proj", "self_attn", rows, d),
-        _one("mla", "g_proj", "self_attn.g_proj.weight", (n * c.v_head_dim, d), 0),
-        _one("mla", "q_a_layernorm", "self_attn.q_a_layernorm.weight", (rq,)),
-        _one("mla", "q_b_proj", "self_attn.q_b_proj.weight", (n * c.qk_head_dim, rq), 0),
-        _one("mla", "kv_a_layernorm", "self_attn.kv_a_layernorm.weight", (rkv,)),
-        _one("mla", "kv_b_proj", "self_attn.kv_b_proj.weight", (kv, rkv), 0),
-        _one("mla", "o_proj", "self_attn.o_proj.weight", (d, n * c.v_head_dim), 1),
+        joined("mla", "a_proj", "self_attn", rows, d),
+        one("mla", "g_proj", "self_attn.g_proj.weight", (n * c.v_head_dim, d), 0),
+        one("mla", "q_a_layernorm", "self_attn.q_a_layernorm.weight", (rq,)),
+        one("mla", "q_b_proj", "self_attn.q_b_proj.weight", (n * c.qk_head_dim, rq), 0),
+        one("mla", "kv_a_layernorm", "self_attn.kv_a_layernorm.weight", (rkv,)),
+        one("mla", "kv_b_proj", "self_attn.kv_b_proj.weight", (kv, rkv), 0),
+        one("mla", "o_proj", "self_attn.o_proj.weight", (d, n * c.v_head_dim), 1),
     )
 
 
@@ -194,18 +200,18 @@ def _moe(c: ModelConfig) -> tuple[WeightArray, ...]:
 
     down, up = f"{moe}.routed_expert_down_proj.weight", f"{moe}.routed_expert_up_proj.weight"
     return (
-        _one("moe", "gate", f"{moe}.gate.weight", (e, d), 0),
-        _one(
+        one("moe", "gate", f"{moe}.gate.weight", (e, d), 0),
+        one(
             "moe",
             "e_score_correction_bias",
             f"{moe}.gate.e_score_correction_bias",
             (e,),
             dtype=F32,
         ),
-        _one("moe", "routed_expert_down_proj", down, (z, d), 0),
-        _one("moe", "routed_expert_norm", f"{moe}.routed_expert_norm.weight", (z,)),
-        _one("moe", "routed_expert_up_proj", up, (d, z), 0),
-        *_gated_mlp("moe", "shared_", f"{moe}.shared_experts", d, c.shared_intermediate_size),
+        one("moe", "routed_expert_down_proj", down, (z, d), 0),
+        one("moe", "routed_expert_norm", f"{moe}.routed_expert_norm.weight", (z,)),
+        one("moe", "routed_expert_up_proj", up, (d, z), 0),
+        *gated_mlp("moe", "shared_", f"{moe}.shared_experts", d, c.shared_intermediate_size),
         expert("w13_packed", ("w1", "w3"), "packed", (m, z // 2), 0),
         expert("w13_scale", ("w1", "w3"), "scale", (m, z // GROUP), 0),
         expert("w2_packed", ("w2",), "packed", (z, m // 2), 1),
@@ -222,14 +228,19 @@ def padded_lengths(c: ModelConfig) -> tuple[int, ...]:
     return max(c.kda_num_heads, c.kda_head_dim), max(c.kda_num_heads, 128)
 
 
-def layer_prefix(c: ModelConfig, kind: str, layer: int) -> str:
+def layer_prefix(c: AnyConfig, kind: str, layer: int) -> str:
     """What stands before a part's key in the checkpoint."""
-    return c.weights_prefix + ("" if kind == "root" else f"model.layers.{layer}.")
+    return c.weights_prefix + ("" if kind == "root" else f"{c.layers_prefix}{layer}.")
 
 
-def checkpoint_tensors(c: ModelConfig) -> Iterator[tuple[str, Part, str]]:
-    """Every tensor the text model consumes: (full name, part, dtype), in loading order."""
-    for array in weight_table(c):
+def checkpoint_tensors(
+    c: AnyConfig, table: tuple[WeightArray, ...] | None = None
+) -> Iterator[tuple[str, Part, str]]:
+    """Every tensor that the arrays of `table` consume: (full name, part, dtype), in loading order.
+
+    None takes the text model's table.
+    """
+    for array in weight_table(c) if table is None else table:
         for layer in (0,) if array.kind == "root" else layers_of(c, array.kind):
             prefix = layer_prefix(c, array.kind, layer)
             for part in array.parts:

@@ -1,6 +1,7 @@
 """Command line: `python -m parity run | golden | compare`.
 
-Exit status 0: everything asked for ran and passed. 1: something failed or did not run. 2: bad input.
+Exit status 0: everything asked for ran and passed; 1: something failed or did not run; 2: bad
+input.
 JAX and PyTorch are imported by the commands, not by this module, so that `--help` is quick.
 """
 

@@ -45,16 +45,18 @@ class Case:
         return dict(self.sizes).get(name, default)
 
 
+_HEADS = (("heads", 3), ("width", 20))
 CASES: tuple[Case, ...] = (
     Case("rmsnorm", "plain", rows=5, seed=1, sizes=(("width", 96),)),
     Case("rmsnorm", "small rows", rows=7, seed=2, scale=2e-3, sizes=(("width", 67),)),
-    Case("gated_rmsnorm", "plain", rows=5, seed=3, sizes=(("heads", 3), ("width", 20))),
-    Case("gated_rmsnorm", "small rows", rows=5, seed=4, scale=3e-3, sizes=(("heads", 3), ("width", 20))),
+    Case("gated_rmsnorm", "plain", rows=5, seed=3, sizes=_HEADS),
+    Case("gated_rmsnorm", "small rows", rows=5, seed=4, scale=3e-3, sizes=_HEADS),
     Case("short_conv", "odd width", rows=6, batch=3, seed=5, sizes=(("width", 33),)),
-    Case("kda_gate", "plain", rows=6, seed=6, sizes=(("heads", 3), ("width", 20))),
-    Case("kda_recurrent", "odd heads", rows=5, batch=2, seed=7, sizes=(("heads", 3), ("width", 20))),
+    Case("kda_gate", "plain", rows=6, seed=6, sizes=_HEADS),
+    Case("kda_recurrent", "odd heads", rows=5, batch=2, seed=7, sizes=_HEADS),
     Case(
-        "kda_recurrent", "small keys", rows=4, seed=8, scale=3e-4, sizes=(("heads", 3), ("width", 12))
+        "kda_recurrent", "small keys", rows=4, seed=8, scale=3e-4,
+        sizes=(("heads", 3), ("width", 12)),
     ),
     Case("situ", "caps reached", rows=4, seed=9, scale=30.0, sizes=(("width", 41),)),
     Case("router", "plain", rows=9, seed=10, sizes=(("experts", 24), ("top_k", 5))),

@@ -39,7 +39,8 @@ def run(suite: str) -> list[Verdict]:
     unknown = sorted(set(names) - set(SUITES))
     if unknown or not names:
         raise BadInput(
-            f"--suite: found {', '.join(unknown) or 'nothing'}; known suites are {', '.join(SUITES)}"
+            f"--suite: found {', '.join(unknown) or 'nothing'}; known suites are "
+            f"{', '.join(SUITES)}"
         )
     found: list[Verdict] = []
     for name in dict.fromkeys(names):
@@ -51,9 +52,15 @@ def run(suite: str) -> list[Verdict]:
         folders = [d for d in sorted(RECORDED.iterdir()) if d.is_dir()]
         chosen = [f for f in map(open_folder, folders) if f.kind == name]
         if not chosen:
-            found.append(not_run(Where(name, str(RECORDED), "-"), "all", "no recorded folder found"))
+            found.append(
+                not_run(Where(name, str(RECORDED), "-"), "all", "no recorded folder found")
+            )
         for folder in chosen:
             found += _progress(folder.name, check_folder(folder))
+        if name == "ops":
+            from parity.case_check import check_cases
+
+            found += _progress("cases", check_cases())
     return found
 
 
@@ -87,8 +94,8 @@ def check_folder(folder: Folder) -> Iterator[Verdict]:
     elif folder.kind == "model":
         from jax_impl.checkpoint import CheckpointError
         from jax_impl.config import ConfigError
-        from parity.golden_model import check_model
         from parity.golden_layers import check_layers
+        from parity.golden_model import check_model
 
         try:
             yield from check_model(folder)
@@ -122,8 +129,8 @@ def _progress(name: str, verdicts: Iterable[Verdict]) -> list[Verdict]:
         stage = f"{w.ours} {w.dtype}/{w.profile} {w.case.split(' ')[0].rstrip(',')}"
         if stage != last:
             last = stage
-            print(f"[{time.monotonic() - start:6.1f} s] {name}: {stage}", file=sys.stderr, flush=True)
+            print(
+                f"[{time.monotonic() - start:6.1f} s] {name}: {stage}", file=sys.stderr, flush=True
+            )
     print(f"[{time.monotonic() - start:6.1f} s] {name}: {len(found)} verdicts", file=sys.stderr)
     return found
-
-

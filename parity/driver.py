@@ -1,4 +1,4 @@
-"""Runs `jax_impl` on sequences given as NumPy arrays: whole, in windows, token by token, in batches.
+"""Runs `jax_impl` on NumPy sequences: whole, in windows, token by token, in batches.
 
 Caches start full of NaN, pages are scattered and slots are not the first ones, so that whatever is
 read without having been written shows up. Compiled variants are few on purpose: per model,
@@ -109,7 +109,7 @@ class Session:
     """A cache and the sequences in it."""
 
     def __init__(self, driver: Driver, seed: int = 0, step: Step | None = None) -> None:
-        """Starts with a poisoned cache; `seed` scatters the pages, `step` replaces the built one."""
+        """A poisoned cache; `seed` scatters the pages, `step` replaces the built one."""
         self.driver, self.cache = driver, driver.poisoned()
         self._free = list(np.random.default_rng(seed).permutation(driver.run.pages))
         self._step = step or build_step(driver.static, rows="all")
@@ -171,7 +171,9 @@ class Session:
         return all(bool(np.isnan(x).all()) for x in rest)
 
 
-def step_inputs(rows: list[tuple[Sequence, np.ndarray] | None], width: int, pages: int) -> StepInputs:
+def step_inputs(
+    rows: list[tuple[Sequence, np.ndarray] | None], width: int, pages: int
+) -> StepInputs:
     """Inputs of one step; None is a pad row, and no token id stands beyond a row's count."""
     batch = len(rows)
     tokens = np.full((batch, width), -1, np.int32)  # beyond `count` nothing may be read
@@ -190,7 +192,9 @@ def step_inputs(rows: list[tuple[Sequence, np.ndarray] | None], width: int, page
     )  # fmt: skip
 
 
-def in_windows(session: Session, sequence: Sequence, ids: np.ndarray, row: int, sizes: list[int]) -> None:
+def in_windows(
+    session: Session, sequence: Sequence, ids: np.ndarray, row: int, sizes: list[int]
+) -> None:
     """Feeds `ids` in windows whose sizes run through `sizes`, the other rows being pad."""
     start, turn = 0, 0
     while start < len(ids):
@@ -201,7 +205,9 @@ def in_windows(session: Session, sequence: Sequence, ids: np.ndarray, row: int, 
         start, turn = start + size, turn + 1
 
 
-def greedy(session: Session, sequence: Sequence, prompt: np.ndarray, steps: int, row: int) -> np.ndarray:
+def greedy(
+    session: Session, sequence: Sequence, prompt: np.ndarray, steps: int, row: int
+) -> np.ndarray:
     """Feeds the prompt one token at a time, then `steps` own choices; returns those [steps]."""
     chosen: list[int] = []
     for i in range(len(prompt) + steps):

@@ -93,7 +93,12 @@ class ModelCheck:
         if whole is not None and self.f32:
             note = "against our own whole-sequence step"
             yield compare(
-                at.at(against="jax, whole"), "logits", rows[:fed], whole[:fed], "agreement", note=note
+                at.at(against="jax, whole"),
+                "logits",
+                rows[:fed],
+                whole[:fed],
+                "agreement",
+                note=note,
             )
         if self.f32 and found["equal_prefix"] == len(want):
             yield from self._caches(at, "seq", session.caches(sequence))
@@ -110,7 +115,8 @@ class ModelCheck:
         found = metrics.first_divergence(ids, want, margins)
         yield self._greedy(at, "prompt2_greedy_ids", ids, want, found, recorded_bf16=False)
         n = len(self.g["prompt2_ids"])
-        yield self._logits(at, "prompt2_logits", sequence.rows()[:n], self.g["prompt2_logits_f64"])
+        rows, recorded = sequence.rows()[:n], self.g["prompt2_logits_f64"]
+        yield self._logits(at, "prompt2_logits", rows, recorded, "logits_short")
 
     def windows(self, whole: np.ndarray | None) -> Iterator[Verdict]:
         """The sequence in windows of many sizes; caches after the prompt and at the end."""
@@ -149,21 +155,30 @@ class ModelCheck:
             in_windows(alone, single, tokens, 0, [WINDOW])
             yield self._logits(at, f"{name} logits", sequence.rows(), want)
             yield compare(
-                at.at(against="jax, alone"), f"{name} logits", sequence.rows(), single.rows(), "agreement"
+                at.at(against="jax, alone"),
+                f"{name} logits",
+                sequence.rows(),
+                single.rows(),
+                "agreement",
             )
         yield from self._caches(at, "prompt", session.caches(first))
         yield self._untouched(at, session, [first, second])
 
     # ---- quantities ----
-    def _logits(self, at: Where, quantity: str, got: np.ndarray, want: np.ndarray) -> Verdict:
-        extra = {}
+    def _logits(
+        self, at: Where, quantity: str, got: np.ndarray, want: np.ndarray, key: str = "logits"
+    ) -> Verdict:
+        extra: metrics.Metrics = {}
+        if at.case == "whole" and got.shape == want.shape:  # for the plot
+            extra["rows_margin"] = metrics.margin_rows(want).tolist()
+            extra["rows_error"] = np.abs(got - want).max(-1).tolist()
         for kind in ("f32", "bf16"):
             published = self.g.get(f"logits_{kind}")
             if published is not None and len(got) == len(published):
                 found = metrics.distance(published, np.asarray(want))
                 extra |= {f"published_{kind}_{m}": found[m] for m in ("max_abs", "rms")}
         want = np.asarray(want, np.float64)
-        return compare(at, quantity, got, want, "logits", logits=True, extra=extra)
+        return compare(at, quantity, got, want, key, logits=True, extra=extra)
 
     def _greedy(
         self, at: Where, quantity: str, ids: np.ndarray, want: np.ndarray,
@@ -245,7 +260,9 @@ class ModelCheck:
             want = np.asarray(want, np.float64)
             if "conv_state" in name:
                 want = want[:, want.shape[1] - got.shape[1] :]  # the oldest column is never read
-            where = at.at(case=f"{at.case}, caches after {'prompt' if prefix == 'prompt' else 'all'}")
+            where = at.at(
+                case=f"{at.case}, caches after {'prompt' if prefix == 'prompt' else 'all'}"
+            )
             yield compare(where, name, got, want, "cache")
 
     def _untouched(self, at: Where, session: Session, used: list[Sequence]) -> Verdict:

@@ -45,7 +45,9 @@ def check_ops(folder: Folder, sides: tuple[str, ...] = SIDES) -> Iterator[Verdic
         known = import_module(f"parity.op_{sides[0]}").OPS
         op = op_name(meta.get("op", stem))
         if op not in known:
-            yield not_run(where, "all", f"operation {op!r} is not implemented; known: {sorted(known)}")
+            yield not_run(
+                where, "all", f"operation {op!r} is not implemented; known: {sorted(known)}"
+            )
             continue
         tensors = read_tensors(folder.path / f"{stem}.safetensors")
         yield from check_operation(where, op, tensors, meta, sides)
@@ -139,7 +141,9 @@ def _published(tensors: Tensors, name: str) -> metrics.Metrics:
     }
 
 
-def _choice(where: Where, found: Tensors, tensors: Tensors, meta: dict[str, Any]) -> Iterator[Verdict]:
+def _choice(
+    where: Where, found: Tensors, tensors: Tensors, meta: dict[str, Any]
+) -> Iterator[Verdict]:
     """Router ids where there is no tie, weights everywhere.
 
     In a tied row either choice is right; the expected weights then follow from the recorded scores
@@ -151,7 +155,9 @@ def _choice(where: Where, found: Tensors, tensors: Tensors, meta: dict[str, Any]
         yield not_run(where, "idx", "the file records no idx and topk_weight")
         return
     idx, weight = found["idx"].astype(np.int64), np.array(weight, np.float64)
-    gap = tensors.get("gap_f64", np.full(len(want), meta.get("checks", {}).get("min_router_gap", 1.0)))
+    gap = tensors.get(
+        "gap_f64", np.full(len(want), meta.get("checks", {}).get("min_router_gap", 1.0))
+    )
     if idx.shape != want.shape:
         yield compare(where, "idx", idx, want, "equal")
         return

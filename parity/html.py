@@ -22,7 +22,8 @@ img{max-width:100%}details{margin:.5rem 0}
 <p class="{{ 'passed' if doc.passed else 'failed' }}">{{ doc.counts.passed }} passed,
 {{ doc.counts.failed }} failed, {{ doc.counts['not run'] }} not run.</p>
 <p>{{ doc.utc }} UTC. Command: <code>{{ doc.command | join(' ') }}</code>.
-{% for name, version in doc.software.items() %}{{ name }} {{ version }}{{ ', ' if not loop.last }}{% endfor %}.
+{% for name, version in doc.software.items() %}{{ name }} {{ version }}{{ ', ' if not loop.last }}
+{% endfor %}.
 </p>
 {% if bad %}<h2>What did not pass</h2><ul>{% for line in bad %}<li class="failed">{{ line }}</li>
 {% endfor %}</ul>{% endif %}
@@ -35,7 +36,8 @@ img{max-width:100%}details{margin:.5rem 0}
 <td>{{ v.where.against }}<td>{{ v.where.dtype }}/{{ v.where.profile }}<td>{{ v.where.case }}
 <td>{{ v.quantity }}<td>{{ v.judged }}<td class="n">{{ number(v.value) }}
 <td class="n">{{ number(v.limit) }}<td class="n">{{ n }}
-<td class="{{ state | replace(' ', '-') }}">{{ state }}<td>{{ v.reason }}{{ ' — ' if v.note }}{{ v.note }}</tr>
+<td class="{{ state | replace(' ', '-') }}">{{ state }}
+<td>{{ v.reason }}{{ '; ' if v.note }}{{ v.note }}</tr>
 {% endfor %}</table>
 <details><summary>All {{ doc.verdicts | length }} verdicts with all metrics</summary><table>
 {% for v in doc.verdicts %}<tr><td>{{ v.folder }}<td>{{ v.case }}<td>{{ v.quantity }}
@@ -53,7 +55,9 @@ def render(verdicts: list[Verdict], doc: dict[str, Any]) -> str:
     environment = Environment(autoescape=True, trim_blocks=True)
     groups = []
     for group in report.grouped(verdicts):
-        state = next((s for s in ("failed", "not run") if any(v.status == s for v in group)), "passed")
+        state = next(
+            (s for s in ("failed", "not run") if any(v.status == s for v in group)), "passed"
+        )
         groups.append((report.worst(group), len(group), state))
     bad = [report.explain(v).replace(r"\[", "[") for v in verdicts if not v.passed]
     return environment.from_string(_TEMPLATE).render(
@@ -67,12 +71,16 @@ def _plots(verdicts: list[Verdict]):
     growth = [v for v in verdicts if v.quantity == "prefix_sum_out" and v.metrics]
     if growth:
         words = "Relative L2 error of the running sum after each layer; chained, not injected."
-        yield "Error growth over the layers", _lines(growth, "rel_l2", "relative L2", log=True), words
+        yield (
+            "Error growth over the layers",
+            _lines(growth, "rel_l2", "relative L2", log=True),
+            words,
+        )
     scatter = [v for v in verdicts if "rows_margin" in v.metrics]
     if scatter:
         words = (
             "Every row: the reference's margin between its two best tokens, and our largest logit "
-            "error. A row can change its token only where the error is about as large as the margin."
+            "error. A row can change its token only where the error is about as large."
         )
         yield "Margin and error", _scatter(scatter), words
     flips = [v for v in verdicts if v.quantity == "router_idx" and "flipped" in v.metrics]

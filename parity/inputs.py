@@ -136,7 +136,11 @@ def _latent_moe(case: Case, rng: np.random.Generator):
     bias = rng.uniform(-0.3, 0.3, experts).astype(np.float32)
     tensors["gate.e_score_correction_bias"] = bias
     for e in range(experts):
-        for name, (out, inner) in {"w1": (width, latent), "w3": (width, latent), "w2": (latent, width)}.items():
+        for name, (out, inner) in {
+            "w1": (width, latent),
+            "w3": (width, latent),
+            "w2": (latent, width),
+        }.items():
             key = f"experts.{e}.{name}.weight"
             tensors[f"{key}_packed"] = rng.integers(0, 256, (out, inner // 2), dtype=np.uint8)
             tensors[f"{key}_scale"] = rng.integers(122, 125, (out, inner // 32), dtype=np.uint8)

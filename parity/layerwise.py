@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_impl.backend import AUTO, Backend
-from jax_impl.model import Place, Stream, layer_weights, place, run_layer
+from jax_impl.model import Place, Stream, feed_forward, layer_weights, place, run_layer
 from jax_impl.static import Static
 from parity.driver import Arrays, Driver, Session, step_inputs
 
@@ -19,16 +19,20 @@ Built = Callable[..., tuple[dict[str, Any], Any]]
 
 
 def fresh_layer(static: Static, starts_block: bool, backend: Backend = AUTO) -> Built:
-    """A newly traced layer: (weights, snapshots, ordinal, prefix, bank, cache, inputs) -> record, cache.
+    """A newly traced layer: (weights, snapshots, ordinal, prefix, bank, y, cache, inputs).
 
-    It serves every layer of one kind; the position in the stacks is an operand.
+    It gives the record and the cache, and serves every layer of one kind: the position in the
+    stacks is an operand.
     """
 
-    def layer(w, snapshots, ordinal, prefix, bank, cache, inputs):
+    def layer(w, snapshots, ordinal, prefix, bank, y, cache, inputs):
         record: dict[str, Any] = {}
         stream = Stream(prefix, bank, jnp.zeros_like(prefix))
         where = Place(starts_block, snapshots, ordinal)
         _, cache, _ = run_layer(static, backend, w, where, stream, cache, inputs, record)
+        if y is not None:
+            record["delta"], chosen = feed_forward(static, backend, w.mlp, y)
+            record |= chosen
         record["out"] = static.nx.round(record["prefix"].astype(jnp.float32) + record["delta"])
         return record, cache
 
@@ -40,7 +44,7 @@ build_layer = lru_cache(maxsize=32)(fresh_layer)
 
 def inject(
     driver: Driver, layer: int, prefix: np.ndarray, snapshots: list[np.ndarray],
-    build: Callable[[Static, bool], Built] = build_layer,
+    build: Callable[[Static, bool], Built] = build_layer, y: np.ndarray | None = None,
 ) -> Arrays:  # fmt: skip
     """Runs one layer on a sequence from its start.
 
@@ -50,6 +54,7 @@ def inject(
         prefix: [T, D], the running sum on entry; cast to the compute dtype.
         snapshots: each [T, D], those taken before the layer.
         build: makes the compiled layer; `fresh_layer` traces anew.
+        y: [T, D], input of the feed-forward part; None feeds it what the attention part gave.
 
     Returns:
         Stage outputs by the names of `jax_impl.model.run_layer`, `out` (running sum on exit), and
@@ -67,7 +72,7 @@ def inject(
         layer_weights(static, driver.weights, layer),
         jnp.int32(where.snapshots), jnp.int32(where.attention),
         jnp.asarray(prefix, static.nx.dtype), jnp.asarray(bank, static.nx.dtype),
-        session.cache, inputs,
+        None if y is None else jnp.asarray(y, static.nx.dtype), session.cache, inputs,
     )  # fmt: skip
     sequence.position = len(prefix)
     name = f"layer{layer:02d}."

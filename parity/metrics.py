@@ -86,7 +86,9 @@ def margin_rows(logits: np.ndarray) -> np.ndarray:
 def top_k_overlap(got: np.ndarray, want: np.ndarray, k: int = 10) -> float:
     """Mean share of the reference's k best ids that are among our k best."""
     k = min(k, want.shape[-1])
-    a, b = (np.argsort(-np.asarray(x, np.float64), axis=-1, kind="stable")[:, :k] for x in (got, want))
+    a, b = (
+        np.argsort(-np.asarray(x, np.float64), axis=-1, kind="stable")[:, :k] for x in (got, want)
+    )
     return float(np.mean([len(np.intersect1d(x, y)) / k for x, y in zip(a, b, strict=True)]))
 
 
@@ -117,7 +119,9 @@ def logit_distance(got: np.ndarray, want: np.ndarray) -> Metrics:
     }
 
 
-def first_divergence(got: np.ndarray, want: np.ndarray, margins: np.ndarray | None = None) -> Metrics:
+def first_divergence(
+    got: np.ndarray, want: np.ndarray, margins: np.ndarray | None = None
+) -> Metrics:
     """Where two id sequences part.
 
     Args:

@@ -36,7 +36,7 @@ from parity.verdict import Verdict, Where, compare, failed
 
 MODEL = "model_tiny3"
 FP8_TOKENS = 64
-_FP8_BASE = dict(mla_norm_eps=EPS, kv_dtype="float8_e4m3fn")
+_FP8_BASE = {"mla_norm_eps": EPS, "kv_dtype": "float8_e4m3fn"}
 
 
 @contextmanager
@@ -163,8 +163,8 @@ MUTANTS: tuple[Mutant, ...] = (
         in_table=False,
     ),
     Mutant(
-        "convolution window kept", "op:short_conv", ((kda, "next_window", wrong.window_not_advanced),),
-        in_table=False,
+        "convolution window kept", "op:short_conv",
+        ((kda, "next_window", wrong.window_not_advanced),), in_table=False,
     ),
     Mutant(
         "softmax scale without rope", "op:mla",
@@ -194,7 +194,9 @@ MUTANTS: tuple[Mutant, ...] = (
         "KDA state not committed", "layer:3", ((standard, "kda_commit", wrong.never_commits),),
         in_table=False,
     ),
-    Mutant("FP8 read scale dropped", "fp8", ((mla, "from_cache", wrong.no_read_scale),), in_table=False),
+    Mutant(
+        "FP8 read scale dropped", "fp8", ((mla, "from_cache", wrong.no_read_scale),), in_table=False
+    ),
 )  # fmt: skip
 
 
@@ -232,10 +234,11 @@ def _verdict(mutant: Mutant, where: Where, recorded: Path) -> Verdict:
     if not rejecting:
         return failed(where, mutant.check, f"ACCEPTED by all {len(found)} comparisons")
     w = worst(rejecting)
-    times = f"{(w.value or 0) / w.limit:.3g} times its limit" if w.limit else "limit 0"
-    note = f"rejected by {len(rejecting)} of {len(found)}, first {rejecting[0].quantity}; worst {times}"
-    if w.note:
-        note += f" ({w.note})"
+    if w.metrics.get("pattern_equal") is False:
+        how = "NaN where numbers belong"
+    else:
+        how = f"{(w.value or 0) / w.limit:.3g} times the limit" if w.limit else "exactness lost"
+    note = f"{len(rejecting)} of {len(found)} comparisons reject it; {w.quantity}: {how}"
     quantity = f"rejected by {w.quantity}"
     return dataclasses.replace(w, where=where, quantity=quantity, status="passed", note=note)
 
@@ -308,7 +311,11 @@ def _fp8(recorded: Path) -> Iterator[Verdict]:
         "scale 4": _FP8_BASE | {"kv_scale": 4.0},
     }
     rows = {name: _decode(recorded / MODEL, ids, settings) for name, settings in runs.items()}
-    for name, other in (("scale 1", "bf16 cache"), ("scale 4", "bf16 cache"), ("scale 4", "scale 1")):
+    for name, other in (
+        ("scale 1", "bf16 cache"),
+        ("scale 4", "bf16 cache"),
+        ("scale 4", "scale 1"),
+    ):
         where = Where("mutants", MODEL, "fp8", "float32", "V", f"jax, {other}")
         yield compare(where, f"logits, {name}", rows[name], rows[other], "fp8_scale", logits=True)
 

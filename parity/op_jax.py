@@ -36,7 +36,7 @@ NO_CAP = 1e30  # a soft cap so large that it does nothing
 
 
 def rmsnorm(t: Tensors, meta: Meta, nx: Numerics) -> Tensors:
-    """x [T, H] -> one output for every epsilon that was recorded."""
+    """Rows x [T, H] -> one output for every epsilon that was recorded."""
     found = {}
     for key in {k.rsplit("_", 1)[0] for k in t if k.startswith("y_eps")}:
         eps = float(key.removeprefix("y_eps").replace("e", "e-"))
@@ -116,7 +116,7 @@ def situ(t: Tensors, meta: Meta, nx: Numerics) -> Tensors:
 
 
 def router(t: Tensors, meta: Meta, nx: Numerics) -> Tensors:
-    """x [T, H] -> ids ascending, weights in that order."""
+    """Rows x [T, H] -> ids ascending, weights in that order."""
     logits = nx.project(_act(nx, t["x"]), _act(nx, t["weight"]))
     ids, weights = router_ops.choose_experts(
         logits, jnp.asarray(t["bias"]), meta["top_k"], meta["num_expert_group"],
@@ -157,7 +157,7 @@ def mxfp4(t: Tensors, meta: Meta, nx: Numerics) -> Tensors:
 
 
 def latent_moe(t: Tensors, meta: Meta, nx: Numerics) -> Tensors:
-    """x [T, H] through the stages route, experts, moe_out."""
+    """Rows x [T, H] through the stages route, experts, moe_out."""
     count = meta["num_experts"]
 
     def stack(kind: str, *names: str) -> jax.Array:
@@ -228,7 +228,7 @@ def mla(t: Tensors, meta: Meta, nx: Numerics) -> Tensors:
 
 
 def _mla_inner(static: Static, w: Mla, hidden: jax.Array, rows: jax.Array) -> dict[str, jax.Array]:
-    """q and the attention output before the gate, in both forms."""
+    """Queries and the attention output before the gate, in both forms."""
     nx, c, eps = static.nx, static.config, static.run.latent_eps
     q_a = nx.linear(hidden, w.a_proj)[:, : c.q_lora_rank]
     q = nx.linear(norm_ops.rmsnorm(nx, q_a, w.q_a_layernorm, eps), w.q_b_proj)

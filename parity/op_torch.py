@@ -141,7 +141,9 @@ def latent_moe(t: Tensors, meta: Meta, nm: Numerics) -> Tensors:
         *(weight(f"routed_expert_{n}") for n in ("down_proj", "norm", "up_proj")),
         betas, meta["rms_norm_eps"], nm,
     )  # fmt: skip
-    own = ops.mlp(y, *(weight(f"shared_experts.{n}_proj") for n in ("gate", "up", "down")), betas, nm)
+    own = ops.mlp(
+        y, *(weight(f"shared_experts.{n}_proj") for n in ("gate", "up", "down")), betas, nm
+    )
     found = {"y": nm.round(nm.wide(routed) + nm.wide(own)), "routed_latent_sum": total}
     found |= {"shared_out": own, "idx": routing.idx, "topk_weight": routing.weight}
     return _numpy(found)
@@ -155,7 +157,9 @@ def mla(t: Tensors, meta: Meta, nm: Numerics) -> Tensors:
     def w(name: str) -> Tensor:
         return _act(nm, t[f"w.{name}.weight"])
 
-    q = linear(ops.rms_norm(linear(x, w("q_a_proj"), nm), w("q_a_layernorm"), eps, nm), w("q_b_proj"), nm)
+    q = linear(
+        ops.rms_norm(linear(x, w("q_a_proj"), nm), w("q_a_layernorm"), eps, nm), w("q_b_proj"), nm
+    )
     q = q.view(len(x), meta["num_heads"], -1)
     kv = linear(x, w("kv_a_proj_with_mqa"), nm)
     latent = ops.rms_norm(kv[:, :rank], w("kv_a_layernorm"), eps, nm)
@@ -168,7 +172,12 @@ def mla(t: Tensors, meta: Meta, nm: Numerics) -> Tensors:
 
     steps = [out(i, i + 1)[0] for i in range(start, start + meta["Tq"])]
     full, attn = out(0, len(x))
-    found = {"out_full": full, "out_decode": torch.cat(steps), "latent": latent, "k_pe": kv[:, rank:]}
+    found = {
+        "out_full": full,
+        "out_decode": torch.cat(steps),
+        "latent": latent,
+        "k_pe": kv[:, rank:],
+    }
     absorbed = ops.mla_absorbed_query(q, w("kv_b_proj"), nope, nm)[..., :rank]
     return _numpy(found | {"q": q, "attn": attn, "q_absorbed": absorbed})
 

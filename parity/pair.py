@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from jax_impl.checkpoint import Checkpoint
 from parity import metrics
 from parity.driver import ROWS, Arrays, Driver, Session
 from parity.layerwise import inject
@@ -66,8 +67,8 @@ def check_pair(checkpoint: Path, prompt_ids: str | None, steps: int) -> Iterator
         PromptError: see `prompt`.
         ConfigError, CheckpointError: the directory is no usable checkpoint.
     """
-    first = Driver.open(checkpoint, "float32", "H", 1)  # refuses a bad directory before anything
-    ids = prompt(prompt_ids, first.config.vocab_size)
+    # headers only: what cannot be run is refused before anything is loaded
+    ids = prompt(prompt_ids, Checkpoint.open(checkpoint).config.vocab_size)
     model = Model.load(checkpoint, Numerics(torch.float32, "H"))
     continuation, _ = greedy(model, torch.from_numpy(ids), steps)
     ids = np.concatenate([ids, continuation.numpy()])
@@ -114,10 +115,8 @@ def _logits(where: Where, got: np.ndarray, want: np.ndarray, start: int) -> Iter
     yield judge(where, "greedy choices (teacher-forced)", {"margin": 0.0} | parted, limit, note)
 
 
-def check_layers(
-    where: Where, driver: Driver, model: Model, ids: np.ndarray
-) -> Iterator[Verdict]:
-    """Every layer on the reference's own input of that layer, for a sequence from its start."""
+def check_layers(where: Where, driver: Driver, model: Model, ids: np.ndarray) -> Iterator[Verdict]:
+    """Both halves of every layer on the reference's own inputs, for a sequence from its start."""
     found: dict[str, torch.Tensor] = {}
     state = model.new_state()
     model.forward(torch.from_numpy(ids), state, record=found)
@@ -131,9 +130,9 @@ def check_layers(
         if layer in states:
             theirs["kda_state_vk"] = _numpy(states[layer])
         bank = [streams[i] for i in range(layer) if c.starts_block(i)]
-        own = inject(driver, layer, streams[layer], bank)
-        at = where.at(case=f"injected layer{layer:02d}")
-        yield from _layer(at, own, theirs, _wanted(model, layer, theirs, streams[layer], nm))
+        wanted = _wanted(model, layer, theirs, streams[layer], nm)
+        own = inject(driver, layer, streams[layer], bank, y=wanted["y"])
+        yield from _layer(where.at(case=f"injected layer{layer:02d}"), own, theirs, wanted)
         streams.append(theirs["prefix_sum_out"])
 
 
@@ -164,7 +163,9 @@ def _layer(at: Where, own: Arrays, theirs: Arrays, want: Arrays) -> Iterator[Ver
     note = "" if keep.all() else f"{int((~keep).sum())} rows with another expert set left out"
     yield compare(at, "prefix after attention", own["prefix"], want["prefix"], "pair_sublayer")
     yield compare(at, "y", own["y"], want["y"], "pair_sublayer")
-    yield compare(at, "mlp_out", own["delta"][keep], theirs["mlp_out"][keep], "pair_sublayer", note=note)
+    yield compare(
+        at, "mlp_out", own["delta"][keep], theirs["mlp_out"][keep], "pair_sublayer", note=note
+    )
     got, wanted = own["out"][keep], theirs["prefix_sum_out"][keep]
     yield compare(at, "prefix_sum_out", got, wanted, "pair_sublayer", note=note)
     for name in ("kda_state_vk", "mla_latent", "mla_k_pe"):

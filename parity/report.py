@@ -29,6 +29,12 @@ def good(verdicts: list[Verdict]) -> bool:
     return bool(verdicts) and all(v.passed for v in verdicts)
 
 
+def problems(verdicts: list[Verdict]) -> str:
+    """Everything that did not pass, a line each; what a test says when it fails."""
+    lines = [explain(v).replace(r"\[", "[") for v in verdicts if not v.passed]
+    return "\n".join(lines) if verdicts else "nothing was compared"
+
+
 def document(verdicts: list[Verdict], command: list[str]) -> dict[str, Any]:
     """The JSON document: provenance, counts, then every verdict with all its metrics."""
     packages = ("jax", "jaxlib", "torch", "numpy", "safetensors", "flax")
@@ -96,16 +102,29 @@ def deliver(
 
 
 def print_table(verdicts: list[Verdict], *, to_stderr: bool = False) -> None:
-    """One line per suite, case group, quantity and run: the worst of its verdicts; failures in full."""
+    """The worst verdict of each group in a line, then failures in full."""
     from rich.console import Console
     from rich.table import Table
 
     console = Console(stderr=to_stderr, width=None if sys.stdout.isatty() else 160)
-    columns = ("folder", "ours", "run", "case", "quantity", "judged", "worst", "limit", "n", "status")
+    columns = (
+        "folder",
+        "ours",
+        "run",
+        "case",
+        "quantity",
+        "judged",
+        "worst",
+        "limit",
+        "n",
+        "status",
+    )
     table = Table(*columns, title="worst verdict of each group", title_justify="left")
     for group in grouped(verdicts):
         w = worst(group)
-        state = next((s for s in ("failed", "not run") if any(v.status == s for v in group)), "passed")
+        state = next(
+            (s for s in ("failed", "not run") if any(v.status == s for v in group)), "passed"
+        )
         table.add_row(
             w.where.folder, w.where.ours, f"{w.where.dtype}/{w.where.profile}", w.where.case,
             _short(w.quantity), w.judged, number(w.value), number(w.limit), str(len(group)),
@@ -125,7 +144,9 @@ def explain(v: Verdict) -> str:
     numbers = f"{v.judged} {number(v.value)} (limit {number(v.limit)})" if v.judged != "-" else ""
     place = f"{w.suite} {w.folder} [{w.case}] {v.quantity}, {w.ours} {w.dtype}/{w.profile}"
     against = f" against {w.against}"
-    return f"{place}{against}: {numbers}{' - ' if numbers and v.note else ''}{v.note}".replace("[", r"\[")
+    return f"{place}{against}: {numbers}{' - ' if numbers and v.note else ''}{v.note}".replace(
+        "[", r"\["
+    )
 
 
 def grouped(verdicts: Iterable[Verdict]) -> list[list[Verdict]]:

@@ -62,7 +62,9 @@ def test_check_refuses_a_missing_shard_by_name(tiny, tmp_path, capsys):
 def test_memory_of_the_released_model(golden_dir, tmp_path):
     target = tmp_path / "memory.json"
     config = golden_dir / "k3_config.json"
-    assert k3("memory", config, "--tp", 16, "--context", 32768, "--batch", 32, "--json", target) == 0
+    assert (
+        k3("memory", config, "--tp", 16, "--context", 32768, "--batch", 32, "--json", target) == 0
+    )
     found = json.loads(target.read_text())
     assert (found["text_bytes"], found["text_tensors"]) == (1_559_965_606_912, 497_052)
     weights = sum(found["per_rank_bytes"][k] for k in ("routed experts", "other weights"))

@@ -53,7 +53,10 @@ def random_experts(rng: np.random.Generator, e: int, z: int, m: int) -> ExpertWe
         return jnp.asarray(rng.integers(122, 126, shape), jnp.uint8)
 
     return ExpertWeights(
-        codes(e, 2 * m, z // 2), scales(e, 2 * m, z // 32), codes(e, z, m // 2), scales(e, z, m // 32)
+        codes(e, 2 * m, z // 2),
+        scales(e, 2 * m, z // 32),
+        codes(e, z, m // 2),
+        scales(e, z, m // 32),
     )
 
 

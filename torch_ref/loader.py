@@ -135,7 +135,8 @@ def expected_tensors(c: Config) -> dict[str, Spec]:
 class Shards(Mapping[str, Tensor]):
     """The tensors of a checkpoint folder as a mapping from name to tensor, read on access.
 
-    With an index file its `weight_map` decides; without one, every `*.safetensors` file counts.
+    With an index file its `weight_map` decides; without one, `model.safetensors` alone counts, or
+    every `*.safetensors` file if none has that name.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -155,6 +156,7 @@ class Shards(Mapping[str, Tensor]):
             self._open = {f: safe_open(self.path / f, "pt") for f in set(names.values())}
         else:
             files = sorted(f.name for f in self.path.glob("*.safetensors"))
+            files = [_SINGLE] if _SINGLE in files else files
             if not files:
                 raise FileNotFoundError(f"{self.path} holds neither {_INDEX} nor {_SINGLE}")
             self._open = {f: safe_open(self.path / f, "pt") for f in files}

@@ -1,4 +1,4 @@
-"""The twelve stages in plain JAX: the `auto` path, and the reference of every kernel.
+"""The stages in plain JAX: the `auto` path, and the reference of every kernel.
 
 Each stage takes the static settings, this layer's weights, then arrays. Activations are rows
 [N, D], N = B T; what crosses ranks is reduced or gathered inside the stage, so that every value
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from jax_impl.cache import StepInputs
 from jax_impl.collectives import all_gather, all_reduce, rank_index
-from jax_impl.numerics import Numerics, f32
+from jax_impl.numerics import f32
 from jax_impl.ops import kda as kda_ops
 from jax_impl.ops import mla as mla_ops
 from jax_impl.ops.attn_res import attn_res
@@ -21,6 +21,8 @@ from jax_impl.ops.norm import gated_rmsnorm, l2norm, rmsnorm
 from jax_impl.ops.router import choose_experts
 from jax_impl.ops.situ import situ_mlp
 from jax_impl.params import Dense, Kda, LayerNorms, Mla, Moe, Root
+from jax_impl.stages.draft import draft_block, draft_context, draft_markov
+from jax_impl.stages.paged import positions, read_rows, write_rows
 from jax_impl.static import Static
 
 
@@ -175,40 +177,16 @@ def mla(
     q = nx.linear(rmsnorm(nx, q_a, w.q_a_layernorm, eps), w.q_b_proj)
     latent = rmsnorm(nx, kv_a[:, :rank], w.kv_a_layernorm, eps)
     rows = jnp.concatenate([latent, kv_a[:, rank:]], axis=-1).reshape(batch, tokens, -1)
-    kv_latent = _write_latent(inputs, layer, rows, kv_latent, kv_scale)
-    kv, visible = _read_latent(nx, inputs, layer, kv_latent, kv_scale)
+    kv_latent = write_rows(inputs, layer, rows, kv_latent, kv_scale)
+    kv, stored = read_rows(nx, inputs, layer, kv_latent, kv_scale)
+    # a token sees everything up to itself
+    visible = stored[:, None] & (jnp.arange(kv.shape[1]) <= positions(inputs)[..., None])
     w_uk, w_uv = mla_ops.split_kv_b(w.kv_b_proj, c.qk_nope_head_dim, c.v_head_dim)
     attend = (
         mla_ops.explicit_attention if nx.profile == "H" else mla_ops.absorbed_attention
     )
     o = attend(nx, q.reshape(batch, tokens, -1, c.qk_head_dim), kv, w_uk, w_uv, visible)
     return mla_ops.output_gate(nx, o.reshape(gate.shape), gate), kv_latent
-
-
-def _write_latent(inputs: StepInputs, layer, rows, kv_latent, kv_scale) -> jax.Array:
-    pages, page_size = kv_latent.shape[1:3]
-    position = inputs.position[:, None] + jnp.arange(rows.shape[1])
-    page = jnp.take_along_axis(inputs.page_table, position // page_size, axis=1, mode="clip")
-    page = jnp.where(inputs.row_live() & (page >= 0), page, pages)  # beyond the end: dropped
-    stored = mla_ops.to_cache(rows, kv_latent.dtype, kv_scale)
-    return kv_latent.at[layer, page, position % page_size].set(stored, mode="drop")
-
-
-def _read_latent(nx: Numerics, inputs: StepInputs, layer, kv_latent, kv_scale):
-    """Rows [B, S, latent + rope] of each sequence, and which of them each token sees [B, T, S].
-
-    Rows beyond a sequence's end are replaced, not multiplied by zero: their pages may hold NaN.
-    """
-    pages, page_size = kv_latent.shape[1:3]
-    batch, tokens = inputs.tokens.shape
-    table = jnp.clip(inputs.page_table, 0, pages - 1)
-    kv = kv_latent[layer, table].reshape(batch, -1, kv_latent.shape[-1])
-    where = jnp.arange(kv.shape[1])
-    end = jnp.where(inputs.live, inputs.position + inputs.count, 0)
-    stored = where < end[:, None]
-    kv = jnp.where(stored[..., None], mla_ops.from_cache(nx, kv, kv_scale), 0)
-    last = inputs.position[:, None] + jnp.arange(tokens)
-    return kv, stored[:, None] & (where <= last[..., None])
 
 
 def attn_out(
@@ -301,14 +279,17 @@ def head_in(
     snapshots: jax.Array,
     count: int | jax.Array,
     delta: jax.Array,
-) -> jax.Array:
-    """Add the last delta, mix over all snapshots, final norm: hidden [N, D]."""
+) -> tuple[jax.Array, jax.Array]:
+    """Add the last delta, mix over all snapshots, final norm.
+
+    Returns: hidden [N, D], and the prefix [N, D] that the last layer leaves.
+    """
     nx, eps = static.nx, static.config.rms_norm_eps
     prefix = nx.round(f32(prefix) + f32(delta))
     mixed = attn_res(
         nx, prefix, snapshots, count, w.output_attn_res_norm, w.output_attn_res_proj, eps
     )
-    return rmsnorm(nx, nx.round(mixed), w.norm, eps)
+    return rmsnorm(nx, nx.round(mixed), w.norm, eps), prefix
 
 
 def logits(static: Static, w: Root, hidden: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

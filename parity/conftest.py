@@ -1,0 +1,10 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def golden_dir() -> Path:
+    return Path(__file__).parent / "golden"
