@@ -24,6 +24,9 @@ class Backend(NamedTuple):
     head_in: Callable
     logits: Callable
     kda_commit: Callable
+    draft_context: Callable
+    draft_block: Callable
+    draft_markov: Callable
 
 
 AUTO = Backend(**{name: getattr(standard, name) for name in Backend._fields})

@@ -3,6 +3,7 @@
 B sequences in a step; T tokens per sequence; N = B T rows; D hidden; H heads on this rank;
 V, K value and key width of a KDA head; C = 3 H K convolution channels; E experts; k chosen experts;
 Z MoE latent; R ranks; L layers of one kind; S slots; P pages; J snapshots; X vocabulary rows.
+In speculation K is the number of drafts, T = 1 + K, and G the number of tapped layers.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from flax import struct
 
 from jax_impl.collectives import Ranks
 from jax_impl.config import ModelConfig, RunConfig
+from jax_impl.draft_config import DraftConfig
+from jax_impl.sampling import Filters
 
 PAD = -1  # slot of a row that only fills up the batch
 
@@ -25,6 +28,7 @@ class Cache:
     conv_window: jax.Array  # compute dtype [L_kda, S, taps - 1, C], oldest first, channels q | k | v
     kv_latent: jax.Array  # kv dtype [L_mla, P, page, latent + rope]
     kv_scale: jax.Array | None  # f32 [], the one scale for writing and reading; None unless FP8
+    draft_kv: jax.Array | None = None  # kv dtype [L_draft, P, page, latent + rope], same pages
 
 
 @struct.dataclass
@@ -41,6 +45,8 @@ class StepInputs:
     page_table: jax.Array  # i32 [B, pages of one sequence]; entries beyond the length are not read
     temperature: jax.Array  # f32 [B], 0 is greedy
     seed: jax.Array  # u32 [B]
+    filters: Filters | None = None  # None: no row restricts its distribution
+    draft_logits: jax.Array | None = None  # f32 [B, K, vocabulary], of sampled drafts; else None
 
     @property
     def live(self) -> jax.Array:
@@ -64,8 +70,19 @@ class StepOutputs:
     argmax: jax.Array  # i32 [B, T or 1]
 
 
-def cache_shapes(config: ModelConfig, run: RunConfig, ranks: Ranks = Ranks()) -> Cache:
-    """Shapes and dtypes of one rank's cache, nothing allocated."""
+@struct.dataclass
+class SpeculativeOutputs:
+    """What a verification emitted."""
+
+    tokens: jax.Array  # i32 [B, T], the first `count` are new; the pad id behind them
+    count: jax.Array  # i32 [B], 1..T: accepted drafts and one more; 0 in pad rows and without room
+    finite: jax.Array  # bool [B], whether all logits of the row's real tokens are finite
+
+
+def cache_shapes(
+    config: ModelConfig, run: RunConfig, ranks: Ranks = Ranks(), draft: DraftConfig | None = None
+) -> Cache:
+    """Shapes and dtypes of one rank's cache, nothing allocated; `draft` adds the drafter's."""
     heads = config.kda_num_heads // ranks.size
     layers, width = len(config.kda_layers), config.kda_head_dim
     taps = config.short_conv_kernel_size
@@ -80,10 +97,19 @@ def cache_shapes(config: ModelConfig, run: RunConfig, ranks: Ranks = Ranks()) ->
             jnp.dtype(run.kv_cache_dtype),
         ),
         kv_scale=shape((), jnp.float32) if run.fp8 else None,
+        draft_kv=None
+        if draft is None
+        else shape(
+            (draft.num_hidden_layers, run.pages, run.page_size, draft.kv_row),
+            jnp.dtype(run.kv_cache_dtype),
+        ),
     )
 
 
-def make_cache(config: ModelConfig, run: RunConfig, ranks: Ranks = Ranks()) -> Cache:
+def make_cache(
+    config: ModelConfig, run: RunConfig, ranks: Ranks = Ranks(), draft: DraftConfig | None = None
+) -> Cache:
     """A zeroed cache. Slots need no clearing between sequences: position 0 hides old contents."""
-    empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), cache_shapes(config, run, ranks))
+    shapes = cache_shapes(config, run, ranks, draft)
+    empty = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
     return empty.replace(kv_scale=jnp.float32(run.kv_scale)) if run.fp8 else empty

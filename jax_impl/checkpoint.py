@@ -33,6 +33,7 @@ IGNORED_ROOTS = ("vision_tower.", "mm_projector.")  # the multimodal parts of th
 _DTYPES = {"BF16": "bfloat16", "F32": "float32", "U8": "uint8"}
 _OTHER_BYTES = {"F64": 8, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "F16": 2, "I16": 2, "U16": 2}
 _MAPPED = 256 << 20  # bytes read from open shards before they are unmapped
+_AROUND = 128 << 10  # bytes that Linux may map beside each read: a 64 KiB window at both ends
 _SHOWN = 20  # problems printed in full; the rest are counted
 
 
@@ -195,7 +196,7 @@ class Reader:
                 f"{name}: {stored.file} cannot be read any more: {error}. Was it changed after "
                 "the check? Open the checkpoint again."
             ) from None
-        self._mapped += data.nbytes
+        self._mapped += data.nbytes + _AROUND
         if self._mapped > self._budget:
             self.close()
         return data.reshape(data.shape[0], *part.shape[1:]) if part.stored else data

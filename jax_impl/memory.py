@@ -2,9 +2,8 @@
 
     total = weights + recurrent state + latent cache + draft + temporaries + reserve
 
-Everything is per rank and in bytes. Weights follow the table of `weights.weight_table`, cut as its
-`cut` column says. Two things that other estimates got wrong: only the MLA layers (24 of 93 in the
-release) have a cache that grows with the context, and every rank holds all of it.
+All per rank and in bytes. Weights follow `weights.weight_table` and its `cut` column. Only the MLA
+layers (24 of 93 in the release) have a growing cache, and every rank holds all of it.
 """
 
 from __future__ import annotations
@@ -322,9 +321,8 @@ def estimate(config: ModelConfig, settings: MemorySettings = MemorySettings()) -
 
 def largest_batch(config: ModelConfig, settings: MemorySettings, device_bytes: int) -> int:
     """Most sequences of the asked context on devices of this memory; 0 if not even one fits."""
-    return _largest(
-        lambda n: estimate(config, replace(settings, batch=n)).total <= device_bytes, 1 << 20
-    )
+    total = lambda n: estimate(config, replace(settings, batch=n)).total  # noqa: E731
+    return _largest(lambda n: total(n) <= device_bytes, 1 << 20)
 
 
 def largest_context(config: ModelConfig, settings: MemorySettings, device_bytes: int) -> int:

@@ -21,6 +21,16 @@ class Stream(NamedTuple):
     prefix: jax.Array  # compute dtype [N, D], running sum of the block
     snapshots: jax.Array  # compute dtype [N, J, D]; rows not yet taken hold nothing meaningful
     delta: jax.Array  # compute dtype [N, D], feed-forward output not yet added to the prefix
+    entered: jax.Array | None = None  # [N, D], what the layer before left: its prefix with its delta
+
+
+class Forward(NamedTuple):
+    """What all layers together give."""
+
+    hidden: jax.Array  # compute dtype [N, D], after the final norm
+    cache: Cache
+    pending: list[Any]  # without commit: what `kda_commit` needs, per KDA layer
+    taps: jax.Array | None  # compute dtype [N, G D], the tapped streams side by side
 
 
 class LayerWeights(NamedTuple):
@@ -103,7 +113,7 @@ def run_layer(
     if record is not None:
         record |= {"x": x, "prefix_in": prefix, "heads": heads, "y": y, "prefix": after}
         record |= {"delta": delta} | chosen
-    return Stream(after, snapshots, delta), cache, pending
+    return Stream(after, snapshots, delta, prefix), cache, pending
 
 
 def feed_forward(
@@ -127,19 +137,21 @@ def forward(
     record: dict[str, Any] | None = None,
     *,
     commit: bool = True,
-) -> tuple[jax.Array, Cache, list[Any]]:
-    """All layers: tokens [B, T] -> hidden [N, D], the cache, and pending KDA commits.
+    taps: tuple[int, ...] = (),
+) -> Forward:
+    """All layers: tokens [B, T] -> hidden [N, D], the cache, pending KDA commits and taps.
 
     Args:
         record: if given, filled with every stage output under `layerNN.<name>`, `embed`, `snapshots`,
             `hidden`.
         commit: False keeps the KDA state as it was; the pending commits come back per KDA layer.
+        taps: layers (0-based, ascending) whose output, the un-normalised running sum, is wanted.
     """
     c = static.config
     embedded = backend.embed(static, weights.root, inputs)
     bank = jnp.zeros((embedded.shape[0], c.num_snapshots, c.hidden_size), embedded.dtype)
     stream = Stream(embedded, bank, jnp.zeros_like(embedded))
-    pending = []
+    pending, left = [], []
     for layer in range(c.num_hidden_layers):
         found: Record | None = None if record is None else {}
         with jax.named_scope(f"layer{layer:02d}"):
@@ -149,11 +161,15 @@ def forward(
             )  # fmt: skip
         if waiting is not None:
             pending.append(waiting)
+        if layer - 1 in taps:
+            left.append(stream.entered)
         if record is not None and found is not None:
             record |= {f"layer{layer:02d}.{name}": value for name, value in found.items()}
-    hidden = backend.head_in(
+    hidden, last = backend.head_in(
         static, weights.root, stream.prefix, stream.snapshots, c.num_snapshots, stream.delta
     )
+    if c.num_hidden_layers - 1 in taps:
+        left.append(last)
     if record is not None:
         record |= {"embed": embedded, "snapshots": stream.snapshots, "hidden": hidden}
-    return hidden, cache, pending
+    return Forward(hidden, cache, pending, jnp.concatenate(left, axis=-1) if left else None)

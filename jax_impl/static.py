@@ -1,4 +1,4 @@
-"""`Static`: the hashable settings every stage gets as its first argument."""
+"""`Static`, `DraftStatic`: the hashable settings that a stage gets as its first argument."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from jax_impl.collectives import Ranks
 from jax_impl.config import ModelConfig, RunConfig
+from jax_impl.draft_config import DraftConfig
 from jax_impl.numerics import Numerics
 
 
@@ -26,3 +27,17 @@ class Static:
     def betas(self) -> tuple[float, float]:
         """The two soft caps of SiTU."""
         return self.config.activation_situ_beta, self.config.activation_situ_linear_beta
+
+
+@dataclass(frozen=True)
+class DraftStatic:
+    """`Static` of the drafter: the first argument of its stages; hashable."""
+
+    config: DraftConfig
+    run: RunConfig
+    ranks: Ranks = Ranks()
+
+    @property
+    def nx(self) -> Numerics:
+        """The rounding rules."""
+        return Numerics(self.run.compute, self.run.profile)

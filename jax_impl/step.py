@@ -40,8 +40,20 @@ def step(
         The cache, the outputs, and the inputs of the next decode step (one token per sequence), so
         that steps chain on the device.
     """
+    found = forward(static, backend, weights, cache, inputs, record)
+    return found.cache, *conclude(static, backend, rows, weights, inputs, found.hidden)
+
+
+def conclude(
+    static: Static,
+    backend: Backend,
+    rows: Rows,
+    weights: Weights,
+    inputs: StepInputs,
+    hidden: jax.Array,
+) -> tuple[StepOutputs, StepInputs]:
+    """Logits, the drawn token and the next inputs from the hidden rows [N, D] of a step."""
     batch, tokens = inputs.tokens.shape
-    hidden, cache, _ = forward(static, backend, weights, cache, inputs, record)
     hidden = hidden.reshape(batch, tokens, -1)
     last = jnp.maximum(inputs.count - 1, 0)
     real = inputs.row_live()
@@ -54,14 +66,14 @@ def step(
     values = jnp.where(real[..., None], values.reshape(*shape, -1), 0.0)
     final = jnp.take_along_axis(values, last[:, None, None], axis=1)[:, 0]
     position = inputs.position + inputs.count
-    token = draw(final, inputs.temperature, inputs.seed, position)
+    token = draw(final, inputs.temperature, inputs.seed, position, inputs.filters)
     token = jnp.where(inputs.live, token, static.config.pad_token_id)
     finite = jnp.all(jnp.isfinite(values), axis=(1, 2))
     following = inputs.replace(
         tokens=token[:, None], count=jnp.minimum(inputs.count, 1), position=position
     )
     masked = [jnp.where(real, a.reshape(shape), 0) for a in (top, argmax)]
-    return cache, StepOutputs(token, finite, values, *masked), following
+    return StepOutputs(token, finite, values, *masked), following
 
 
 @lru_cache(maxsize=64)

@@ -14,14 +14,16 @@ from parity.verdict import Verdict, Where
 
 
 def check_cases(
-    chosen: Iterable[Case] | None = None, dtypes: tuple[str, ...] = ("float32", "bfloat16")
+    chosen: Iterable[Case] | None = None,
+    dtypes: tuple[str, ...] = ("float32", "bfloat16"),
+    profiles: tuple[str, ...] = ("H", "V", "-"),
 ) -> Iterator[Verdict]:
     """Verdicts for all cases (those tagged `ci` by default) in those of their dtypes."""
     for case in cases() if chosen is None else chosen:
         tensors, meta = with_truth(case)
         kept = tuple(d for d in case.dtypes if d in dtypes)
         where = Where("ops", "cases", case.id, against="torch_ref float64")
-        yield from check_operation(where, case.op, tensors, meta, ("jax",), kept)
+        yield from check_operation(where, case.op, tensors, meta, ("jax",), kept, profiles)
 
 
 def with_truth(case: Case) -> tuple[dict[str, np.ndarray], dict[str, Any]]:

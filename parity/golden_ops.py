@@ -56,11 +56,14 @@ def check_ops(folder: Folder, sides: tuple[str, ...] = SIDES) -> Iterator[Verdic
 def check_operation(
     where: Where, op: str, tensors: Tensors, meta: dict[str, Any],
     sides: tuple[str, ...] = SIDES, dtypes: tuple[str, ...] = ("float32", "bfloat16"),
+    profiles: tuple[str, ...] = ("H", "V", "-"),
 ) -> Iterator[Verdict]:  # fmt: skip
     """Compares one operation in all dtypes and profiles that it distinguishes."""
     for side in sides:
         produced: set[str] = set()
-        for dtype, profile in (r for r in runs_of(op) if r[0] in dtypes):
+        for dtype, profile in runs_of(op):
+            if dtype not in dtypes or profile not in profiles:
+                continue
             at = where.at(dtype=dtype, profile=profile, ours=side)
             try:
                 found = import_module(f"parity.op_{side}").run(op, tensors, meta, dtype, profile)

@@ -70,7 +70,10 @@ def _plots(verdicts: list[Verdict]):
     """(title, base64 PNG, words) of every plot for which there are numbers."""
     growth = [v for v in verdicts if v.quantity == "prefix_sum_out" and v.metrics]
     if growth:
-        words = "Relative L2 error of the running sum after each layer; chained, not injected."
+        words = (
+            "Relative L2 error of the running sum after each layer. Series named injected start "
+            "every layer from the reference's own input, the others chain."
+        )
         yield (
             "Error growth over the layers",
             _lines(growth, "rel_l2", "relative L2", log=True),

@@ -261,11 +261,14 @@ def _run(check: str, recorded: Path, *, wrong_blocks: bool = False) -> Iterator[
                 tensors = read_tensors(recorded / "ops" / f"{stem}.safetensors")
                 where = Where("mutants", "ops", stem)
                 op = op_name(meta["op"])
-                yield from check_operation(where, op, tensors, meta, ("jax",), ("float32",))
+                yield from check_operation(
+                    where, op, tensors, meta, ("jax",), ("float32",), ("V", "-")
+                )
     elif kind == "case":
         from parity.case_check import check_cases
 
-        yield from check_cases([c for c in CASES if c.id == target], ("float32",))
+        chosen = [c for c in CASES if c.id == target]
+        yield from check_cases(chosen, ("float32",), ("V", "-"))
     elif kind == "layer":
         folder = open_folder(recorded / MODEL)
         layers = (int(target),)

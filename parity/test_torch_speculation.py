@@ -71,7 +71,8 @@ def one_thread():
 
 
 def error(found, expected) -> float:
-    return float((torch.as_tensor(found).double() - torch.as_tensor(expected).double()).abs().max())
+    found, expected = (torch.as_tensor(x, dtype=F64) for x in (found, expected))
+    return float((found - expected).abs().max())
 
 
 # --- the draft against recorded numbers ---
@@ -129,12 +130,18 @@ def test_recorded_taps():
 # --- properties of the draft ---
 
 
+def fields() -> dict:
+    """The configuration file of the recorded draft."""
+    return json.loads((GOLDEN / "dspark_tiny16" / "config.json").read_text())
+
+
 def variant(**changes) -> Draft:
     """The recorded draft in float64 with other fields in its configuration."""
     base = golden_draft(SETTINGS[0])
-    data = json.loads((GOLDEN / "dspark_tiny16" / "config.json").read_text()) | changes
-    config = DraftConfig.from_dict(data, base.target.config)
+    config = DraftConfig.from_dict(fields() | changes, base.target.config)
     tensors = dict(Shards(GOLDEN / "dspark_tiny16"))
+    if not config.enable_confidence_head:
+        tensors = {n: x for n, x in tensors.items() if not n.startswith("confidence_head.")}
     for i, _ in enumerate(config.target_layer_ids if config.fc_norm else ()):
         tensors[f"fc_norm.{i}.weight"] = torch.linspace(0.5, 1.5, config.target_hidden_size) + i
     return Draft(config, tensors, base.target, SETTINGS[0])
@@ -235,7 +242,6 @@ def test_context_must_reach_the_anchor():
 
 def released() -> dict:
     """The published configuration, by its fields."""
-    data = json.loads((GOLDEN / "dspark_tiny16" / "config.json").read_text())
     sizes = {
         "hidden_size": 7168,
         "intermediate_size": 14336,
@@ -256,7 +262,7 @@ def released() -> dict:
         "mask_token_id": 163837,
         "markov_rank": 256,
     }
-    return data | sizes
+    return fields() | sizes
 
 
 class Released:
@@ -306,7 +312,7 @@ def test_rotation_turns_neighbours_by_the_distance():
 
 def test_refused_configurations():
     target = golden_draft(SETTINGS[0]).target.config
-    data = json.loads((GOLDEN / "dspark_tiny16" / "config.json").read_text())
+    data = fields()
     broken = {k: v for k, v in data.items() if k not in ("markov_rank", "v_head_dim")}
     broken |= {"qk_norm": True, "mla_use_nope": True}
     broken["rope_parameters"] = {
@@ -336,7 +342,7 @@ def test_refused_tensors(tmp_path):
     tensors = dict(Shards(GOLDEN / "dspark_tiny16"))
     del tensors["embed_tokens.weight"]  # may be absent
     save_file(tensors, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(base.config.rope and released_tiny()))
+    (tmp_path / "config.json").write_text(json.dumps(fields()))
     assert Draft.load(tmp_path, base.target, SETTINGS[0]).skipped == ()
     del tensors["context_norm.weight"]
     tensors |= {"fc.weight": torch.zeros(1), "final_norm.weight": torch.zeros(3)}
@@ -344,21 +350,9 @@ def test_refused_tensors(tmp_path):
         Draft(base.config, tensors, base.target, SETTINGS[0])
     for text in ("context_norm.weight is missing", "fc.weight is unknown", "final_norm.weight has"):
         assert text in str(told.value)
-    no_head = variant_without_confidence(base, tensors)
+    headless = variant(enable_confidence_head=False)
     with pytest.raises(ValueError, match="no confidence head"):
-        no_head.confidence(block(no_head, 2))
-
-
-def released_tiny() -> dict:
-    return json.loads((GOLDEN / "dspark_tiny16" / "config.json").read_text())
-
-
-def variant_without_confidence(base: Draft, _) -> Draft:
-    data = released_tiny() | {"enable_confidence_head": False}
-    config = DraftConfig.from_dict(data, base.target.config)
-    stored = Shards(GOLDEN / "dspark_tiny16")
-    kept = {n: stored[n] for n in config.specs()}
-    return Draft(config, kept, base.target, SETTINGS[0])
+        headless.confidence(block(headless, 2))
 
 
 # --- processing ---
@@ -375,7 +369,7 @@ def shares(logits, **settings) -> list[float]:
 
 def test_filters_in_their_order():
     row = log([0.5, 0.25, 0.125, 0.125])
-    # After min-p the first token holds 2/3, so top-p drops the second; the other way round it stays.
+    # After min-p the first token holds 2/3, so top-p drops the second, which else would stay.
     assert shares(row, min_p=0.3, top_p=0.6) == [1, 0, 0, 0]
     assert shares(row, top_p=0.6) == pytest.approx([2 / 3, 1 / 3, 0, 0])
     # The same with top-k before top-p.
@@ -409,7 +403,6 @@ def test_filters_leave_the_draft_alone():
             STANDARD, target, [token], settings, draft_logits=draft, uniforms=[0.99], noise=noise
         )
         assert out.accepted == expected
-    assert out.last.tolist() == pytest.approx([2 / 3, 1 / 3, 0], abs=1.0)
     assert out.last.tolist() == pytest.approx([2 / 3, 1 / 3, 0])
 
 
@@ -764,7 +757,7 @@ def test_enumeration_finds_wrong_block_rules(wrong, monkeypatch):
 # --- the loop on a small random pair ---
 
 PROMPT = list(range(40, 56))
-STEPS = {7: 60, 3: 15, 1: 10}
+STEPS = {7: 60, 3: 15, 1: 25}
 
 
 @pytest.fixture(scope="module")
@@ -809,7 +802,7 @@ def test_greedy_text_is_plain_text(pair, plain, k):
     assert len(found.ids) == 1 + sum(found.accepted) + STEPS[k]
     shared = min(len(found.ids), len(plain))
     assert shared > STEPS[k] and found.ids[:shared] == plain[:shared]
-    assert len([a for a in found.histogram(k) if a]) >= min(k, 6), found.histogram(k)
+    assert min(found.histogram(k)) > 0, found.histogram(k)  # every count 0..K occurs
     assert found.label == f"greedy acceptance, {k} drafts"
 
 
@@ -845,9 +838,9 @@ def test_every_accepted_count_commits_the_accepted_tokens(pair, plain):
         out = loop.step()
         assert out.accepted == wanted and loop.ids == plain[: len(loop.ids)]
         assert_committed(loop, loop.ids)
-    kept = draft.target.new_state(), old  # what a loop without rollback would be left with
-    draft.target.forward([plain[done - 1], *ids.tolist()], kept[1])
-    assert error(kept[1].kda_state[0], loop.target_state.kda_state[0]) > 0.1
+    # What a loop without rollback would be left with: the tolerance above would not let it pass.
+    draft.target.forward([plain[done - 1], *ids.tolist()], old)
+    assert error(old.kda_state[0], loop.target_state.kda_state[0]) > 0.1
 
 
 @pytest.mark.parametrize("rule", [STANDARD, BLOCK], ids=lambda r: r.name)

@@ -10,4 +10,6 @@ is needed:
 * `torch_ref.loader`: checkpoint tensors, from a folder or from a dict.
 * `torch_ref.ops`: one function per formula.
 * `torch_ref.model`: the layer loop, the caches of a sequence, greedy decoding.
+* `torch_ref.draft`: the DSpark draft and its context cache.
+* `torch_ref.speculation`: acceptance rules, speculative decoding, exact enumeration.
 """

@@ -20,6 +20,12 @@ class Records(NamedTuple):
     log_decay: jax.Array  # f32 [B, T, H, K]
 
 
+class Snapshots(NamedTuple):
+    """The state after each row (§3.10, form a)."""
+
+    states: jax.Array  # f32 [B, T, H, V, K]
+
+
 def log_decay(
     z: Float[Array, "*rows H K"],
     dt_bias: Float[Array, "H K"],
@@ -85,20 +91,37 @@ def recurrence(
     g: Float[Array, "B T H K"],
     beta: Float[Array, "B T H"],
     count: Int[Array, " B"],
-) -> tuple[Float[Array, "B H V K"], Float[Array, "B T H V"], Records]:
-    """`delta_step` over T tokens in order; rows at or beyond `count` leave the state alone."""
+    *,
+    snapshots: bool = False,
+) -> tuple[Float[Array, "B H V K"], Float[Array, "B T H V"], Records | Snapshots]:
+    """`delta_step` over T tokens in order; rows at or beyond `count` leave the state alone.
+
+    Returns the state, the outputs, and what `kept_state` makes any earlier state from.
+    """
     tokens = q.shape[1]
 
     def step(carry, row):
         index, *arrays = row
         new, o, update = delta_step(carry, *arrays)
         live = (index < count)[:, None, None, None]
-        return jnp.where(live, new, carry), (o, update)
+        new = jnp.where(live, new, carry)
+        return new, (o, new if snapshots else update)
 
     rows = [jnp.moveaxis(x, 1, 0) for x in (q, k, v, g, beta)]
-    state, (o, update) = lax.scan(step, state, (jnp.arange(tokens), *rows), unroll=min(tokens, 8))
-    o, update = jnp.moveaxis(o, 0, 1), jnp.moveaxis(update, 0, 1)
-    return state, o, Records(update, k, g)
+    state, (o, kept) = lax.scan(step, state, (jnp.arange(tokens), *rows), unroll=min(tokens, 8))
+    o, kept = jnp.moveaxis(o, 0, 1), jnp.moveaxis(kept, 0, 1)
+    return state, o, Snapshots(kept) if snapshots else Records(kept, k, g)
+
+
+def kept_state(
+    state: Float[Array, "B H V K"], kept: Records | Snapshots, count: Int[Array, " B"]
+) -> Float[Array, "B H V K"]:
+    """State after the first `count` rows, `state` being that before them."""
+    if isinstance(kept, Records):
+        return replay(state, kept, count)
+    index = jnp.maximum(count - 1, 0)[:, None, None, None, None]
+    found = jnp.take_along_axis(kept.states, index, axis=1)[:, 0]
+    return jnp.where((count > 0)[:, None, None, None], found, state)
 
 
 def replay(

@@ -47,10 +47,15 @@ def absorbed_attention(
     w_uk: Float[Array, "H nope R"],
     w_uv: Float[Array, "H V R"],
     visible: Bool[Array, "B T S"],
+    *,
+    scale: float | None = None,
 ) -> Float[Array, "B T H V"]:
-    """Attention in the latent space (vLLM decode): W_UK goes to the query, W_UV to the result."""
+    """Attention in the latent space (vLLM decode): W_UK goes to the query, W_UV to the result.
+
+    `scale` None is the inverse root of the query width.
+    """
     nope, rank = w_uk.shape[1:]
-    scale = q.shape[-1] ** -0.5
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
     q_latent = nx.round(nx.einsum("bthn,hnr->bthr", q[..., :nope], w_uk))
     q_row = jnp.concatenate([q_latent, q[..., nope:]], axis=-1)
     share = _softmax(scale * nx.einsum("bthr,bsr->bhts", q_row, kv), visible)

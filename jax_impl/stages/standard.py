@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jax_impl.cache import StepInputs
 from jax_impl.collectives import all_gather, all_reduce, rank_index
+from jax_impl.draft_config import MAX_DRAFTS
 from jax_impl.numerics import f32
 from jax_impl.ops import kda as kda_ops
 from jax_impl.ops import mla as mla_ops
@@ -81,11 +82,12 @@ def kda(
     inputs: StepInputs,
     state: jax.Array,
     window: jax.Array,
-) -> tuple[jax.Array, tuple[kda_ops.Records, jax.Array]]:
+) -> tuple[jax.Array, tuple[kda_ops.Records | kda_ops.Snapshots, jax.Array]]:
     """KDA up to its gated norm; reads slot state and window, writes nothing.
 
     Args: x [N, D]; `layer` counts KDA layers; state [L, S, H, V, K], window [L, S, W, C].
-    Returns: heads [N, P] on this rank, and what `kda_commit` needs (records, raw projections).
+    Returns: heads [N, P] on this rank, and what `kda_commit` needs: records (or the state after
+    each token, with `commit` "snapshots" and a step as short as a verification), raw projections.
     """
     c, nx = static.config, static.nx
     batch, tokens = inputs.tokens.shape
@@ -113,6 +115,7 @@ def kda(
         g,
         jax.nn.sigmoid(f32(strength)),
         inputs.count,
+        snapshots=static.run.commit == "snapshots" and tokens <= MAX_DRAFTS + 1,
     )
     gate = gate.reshape(batch, tokens, heads, width)
     y = gated_rmsnorm(nx, nx.round(o), gate, w.o_norm, c.rms_norm_eps)
@@ -133,7 +136,7 @@ def _slot_contents(inputs: StepInputs, layer, state, window) -> tuple[jax.Array,
 def kda_commit(
     static: Static,
     layer: int | jax.Array,
-    pending: tuple[kda_ops.Records, jax.Array],
+    pending: tuple[kda_ops.Records | kda_ops.Snapshots, jax.Array],
     count: jax.Array,
     inputs: StepInputs,
     state: jax.Array,
@@ -141,11 +144,11 @@ def kda_commit(
 ) -> tuple[jax.Array, jax.Array]:
     """Make state and window of each live slot those of its first `count` rows. In place.
 
-    Args: count i32 [B], 1..T; state [L, S, H, V, K], window [L, S, W, C]. Pad rows change nothing.
+    Args: count i32 [B], 0..T; state [L, S, H, V, K], window [L, S, W, C]. Pad rows change nothing.
     """
     records, raw = pending
     old_state, old_window = _slot_contents(inputs, layer, state, window)
-    new_state = kda_ops.replay(old_state, records, count)
+    new_state = kda_ops.kept_state(old_state, records, count)
     new_window = kda_ops.next_window(raw, old_window, count)
     # -1 would wrap to the last slot before the bounds check; an index beyond the end is dropped
     target = jnp.where(inputs.live, inputs.slot, state.shape[1])

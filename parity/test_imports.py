@@ -1,0 +1,87 @@
+"""Who may import whom, and that importing a package does nothing."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+OURS = ("jax_impl", "pallas_kernels", "torch_ref", "parity", "bench")
+ALLOWED = {
+    "jax_impl": {
+        *("jax", "numpy", "flax", "safetensors", "ml_dtypes", "jaxtyping", "rich", "tyro", "orbax"),
+        *("pallas_kernels", "jax_impl"),
+    },
+    "pallas_kernels": {"jax", "numpy", "pallas_kernels"},
+    "torch_ref": {"torch", "numpy", "safetensors", "torch_ref"},
+    "bench": {
+        *("jax", "jaxlib", "numpy", "safetensors", "rich", "tyro", "matplotlib", "pytest"),
+        *("jax_impl", "pallas_kernels", "parity", "bench"),
+    },
+}
+SHARED = {"cases", "inputs", "metrics", "tolerances"}  # what bench may take from parity
+WITHOUT_JAX = ("config", "weights", "memory", "checkpoint", "make_tiny", "plan")
+FILES = [f for package in OURS for f in sorted((ROOT / package).rglob("*.py"))]
+
+
+def imports(file):
+    """Absolute dotted names that a file imports anywhere, also inside functions."""
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def name_of(file):
+    return str(file.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("file", FILES, ids=name_of)
+def test_import_table(file):
+    package = file.relative_to(ROOT).parts[0]
+    for name in imports(file):
+        top = name.split(".")[0]
+        assert top != "bench" or package == "bench", f"{name}: only bench imports bench"
+        assert top != "parity" or package in ("parity", "bench"), f"{name}: parity is for bench"
+        if name.startswith("jax._src"):
+            assert file == ROOT / "pallas_kernels" / "common.py", f"{name}: private JAX module"
+        if package in ALLOWED and top not in sys.stdlib_module_names:
+            assert top in ALLOWED[package], f"{name}: {package} may not import {top}"
+        if package == "bench" and top == "parity":
+            assert name.split(".")[1] in SHARED, f"{name}: bench may take {sorted(SHARED)} only"
+
+
+def run_python(code):
+    """(what the program imported, what it printed)."""
+    code += "\nimport sys\nsys.stderr.write('\\n'.join(sorted(sys.modules)))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return set(done.stderr.split("\n")), done.stdout
+
+
+@pytest.mark.parametrize("module", WITHOUT_JAX)
+def test_modules_that_do_without_jax(module):
+    if not (ROOT / "jax_impl" / f"{module}.py").exists():
+        pytest.skip(f"jax_impl/{module}.py does not exist yet")
+    loaded, printed = run_python(f"import jax_impl.{module}")
+    assert not loaded & {"jax", "jaxlib", "flax", "torch"}
+    assert printed == ""
+
+
+def test_importing_the_packages_does_nothing():
+    loaded, printed = run_python("import " + ", ".join(OURS))
+    assert printed == "" and set(OURS) <= loaded
+    # nothing printed to standard error either: every line is a module's name
+    assert all(line.replace(".", "").isidentifier() for line in loaded)
+    assert not loaded & {"jax", "jaxlib", "flax", "torch", "numpy"}
+
+
+def test_the_walk_sees_what_it_should(tmp_path):
+    file = tmp_path / "x.py"
+    file.write_text("import a.b, c\ndef f():\n    from d import e\n")
+    assert list(imports(file)) == ["a.b", "c", "d.e"]
