@@ -74,10 +74,11 @@ def block_thresholds(rows: Rows) -> Float[Array, "B K"]:
     if rows.draft is None:
         following = jnp.maximum(rows.drafts[:, 1:], 0)[..., None]
         left = jnp.exp(c[:, :-1]) - jnp.take_along_axis(lead, following, axis=-1)[..., 0]
+        left = jnp.where(left < 0, 0.0, left)
     else:
         left = jnp.sum(jnp.maximum(lead - jnp.exp(rows.draft[:, 1:]), 0.0), axis=-1)
     total = left - jnp.expm1(c[:, :-1])
-    ahead = jnp.where(total > 0, left / jnp.where(total > 0, total, 1.0), 1.0)
+    ahead = jnp.where(total <= 0, 1.0, left / jnp.where(total == 0, 1.0, total))  # NaN stays
     # where the draft behind is a placeholder the block ends as at its last draft
     ahead = jnp.where(rows.valid[:, 1:], ahead, jnp.exp(c[:, :-1]))
     return jnp.concatenate([ahead, jnp.exp(c[:, -1:])], axis=1)
@@ -113,7 +114,9 @@ def last_weights(rows: Rows, accepted: Int[Array, " B"], *, block: bool) -> Floa
         left = jnp.where(jnp.arange(p.shape[-1]) == rejected, 0.0, p)
     else:
         q = jnp.exp(jnp.take_along_axis(rows.draft, at[..., None], axis=1)[:, 0])
-        front = jnp.exp(jnp.take_along_axis(carried(rows), accepted[:, None], axis=1)) if block else 1.0
+        front = (
+            jnp.exp(jnp.take_along_axis(carried(rows), accepted[:, None], axis=1)) if block else 1.0
+        )
         left = jnp.maximum(front * p - q, 0.0)
     usable = judged & (jnp.sum(left, axis=-1) > 0)
     return jnp.where(usable[:, None], left, p)

@@ -177,7 +177,9 @@ def _collect(
         for name, kind in types.items()
         if kind in ("int", "float")
     }
-    yarn = {f.name: number(flat, f"rope_parameters.{f.name}", "float", problems) for f in fields(Yarn)}
+    yarn = {
+        f.name: number(flat, f"rope_parameters.{f.name}", "float", problems) for f in fields(Yarn)
+    }
     values["rope"] = Yarn(**yarn)
     taps = flat.get("target_layer_ids")
     if not isinstance(taps, list) or not taps or not all(type(i) is int for i in taps):

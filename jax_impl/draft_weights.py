@@ -24,7 +24,9 @@ class DraftRoot:
     final_norm: jax.Array  # bf16 [D]
     markov_w1: jax.Array  # bf16 [vocabulary, r], rows of the previous token
     markov_w2: jax.Array  # bf16 [X, r]
-    confidence_proj: jax.Array | None = None  # bf16 [1, D + r or D]; None where the file has no head
+    confidence_proj: jax.Array | None = (
+        None  # bf16 [1, D + r or D]; None where the file has no head
+    )
     confidence_bias: jax.Array | None = None  # bf16 [1]
 
 
@@ -92,10 +94,7 @@ def draft_from_arrays(arrays: dict[tuple[str, str], jax.Array]) -> DraftWeights:
 def abstract_draft_weights(c: DraftConfig, ranks: int = 1) -> DraftWeights:
     """Shapes and dtypes of one rank's weights, nothing allocated."""
     return draft_from_arrays(
-        {
-            (a.kind, a.name): jax.ShapeDtypeStruct(a.shape(c, ranks), a.dtype)
-            for a in draft_table(c)
-        }
+        {(a.kind, a.name): jax.ShapeDtypeStruct(a.shape(c, ranks), a.dtype) for a in draft_table(c)}
     )
 
 

@@ -32,7 +32,9 @@ def write_context(
     return cache.replace(draft_kv=kv)
 
 
-def block_inputs(draft: DraftStatic, inputs: StepInputs, anchor: jax.Array, drafts: int) -> StepInputs:
+def block_inputs(
+    draft: DraftStatic, inputs: StepInputs, anchor: jax.Array, drafts: int
+) -> StepInputs:
     """Inputs of a block: the anchor i32 [B] at `inputs.position`, then mask tokens."""
     masks = jnp.full((anchor.shape[0], drafts - 1), draft.config.mask_token_id, jnp.int32)
     tokens = jnp.concatenate([anchor[:, None], masks], axis=1)
@@ -50,9 +52,7 @@ def base_logits(
 ) -> tuple[jax.Array, Cache]:
     """Logits of a block before the Markov bias, f32 [B, K, X] on this rank."""
     x = backend.embed(static, weights.root, block)
-    hidden, kv = backend.draft_block(
-        draft, draft_weights, x, block, cache.draft_kv, cache.kv_scale
-    )
+    hidden, kv = backend.draft_block(draft, draft_weights, x, block, cache.draft_kv, cache.kv_scale)
     base, _, _ = backend.logits(static, weights.root, hidden)
     return base.reshape(*block.tokens.shape, -1), cache.replace(draft_kv=kv)
 

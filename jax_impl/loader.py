@@ -153,17 +153,10 @@ def _parts(
         rows = part.shape[0]
         step = max(1, BLOCK_BYTES * rows // size)
         for first in range(0, rows, step):
-            data = _rows(reader, prefix + part.key, part, first, min(first + step, rows))
+            data = reader.read(prefix + part.key, part, rows=(first, min(first + step, rows)))
             block = data.reshape(*(1 for _ in lead), *data.shape)
             yield _start(block, *lead, row + first), block
         row += rows
-
-
-def _rows(reader: Reader, name: str, part: Part, first: int, end: int) -> np.ndarray:
-    if part.cut == 0:
-        return reader.read(name, part, (first, end))
-    # a window goes along the cut axis; along the rows such a part is read whole and sliced
-    return reader.read(name, part)[first:end]
 
 
 def _experts(

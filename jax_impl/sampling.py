@@ -79,7 +79,9 @@ def argmax(values: Float[Array, "*rows X"]) -> Int[Array, "*rows"]:
 
 
 def log_probabilities(
-    logits: Float[Array, "B *rows X"], temperature: Float[Array, " B"], filters: Filters | None = None
+    logits: Float[Array, "B *rows X"],
+    temperature: Float[Array, " B"],
+    filters: Filters | None = None,
 ) -> Float[Array, "B *rows X"]:
     """ln of the distribution that tokens are drawn from; temperature 0 counts as 1 here.
 
@@ -89,7 +91,9 @@ def log_probabilities(
     each = lambda a: a.reshape(-1, *(1 for _ in logits.shape[1:]))  # noqa: E731
     scaled = logits / each(jnp.where(temperature > 0, temperature, 1.0))
     if filters is not None:
-        scaled = _filtered(scaled, *(each(a) for a in (filters.top_k, filters.top_p, filters.min_p)))
+        scaled = _filtered(
+            scaled, *(each(a) for a in (filters.top_k, filters.top_p, filters.min_p))
+        )
     return jax.nn.log_softmax(scaled, axis=-1)
 
 

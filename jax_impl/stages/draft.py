@@ -149,7 +149,9 @@ def draft_markov(
         row = w.markov_w1[jnp.clip(previous, 0, w.markov_w1.shape[0] - 1)]
         biased = base[:, k] + markov_bias(static.nx, row, w.markov_w2)
         logits = all_gather(biased, static.ranks)
-        noise = draft_noise(inputs.seed, inputs.position + k, k, logits.shape[-1]) if sample else None
+        noise = (
+            draft_noise(inputs.seed, inputs.position + k, k, logits.shape[-1]) if sample else None
+        )
         previous = pick(logits, inputs.temperature, noise)
         drafts.append(previous)
         all_logits.append(logits)

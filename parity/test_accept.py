@@ -1,0 +1,532 @@
+"""Acceptance rules: worked examples, exact enumeration, filters, randomness, settings."""
+
+from __future__ import annotations
+
+import itertools
+from fractions import Fraction
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_impl import acceptance, sampling
+from jax_impl.acceptance import Rows, accept, block_thresholds, carried, last_weights
+from jax_impl.acceptance_config import Acceptance
+from jax_impl.config import ConfigError
+
+T = np.array(
+    [[0.4, 0.3, 0.2, 0.1], [0.1, 0.6, 0.1, 0.2], [0.25, 0.25, 0.4, 0.1], [0.05, 0.15, 0.3, 0.5]]
+)
+D = np.array([[0.2, 0.5, 0.1, 0.2], [0.5, 0.25, 0.15, 0.1], [0.1, 0.3, 0.2, 0.4]])
+NOISE = np.array(
+    [[0.1, -0.2, 0.3, 1.5], [0.4, 0, -0.5, 0.9], [1.2, 0.7, -0.1, 0.2], [0, 0.25, 0.6, -0.3]]
+)
+TOLERANCE = 1e-5  # of the six decimals in the examples
+
+
+def judge(method, drafts, uniforms, *, full=True, temperature=1.0, logits=None):
+    """Emitted tokens per example, and the distributions the last one was drawn from."""
+    n = len(drafts)
+    target = jnp.log(jnp.asarray(np.tile(T, (n, 1, 1)), jnp.float32)) if logits is None else logits
+    draft = jnp.log(jnp.asarray(np.tile(D, (n, 1, 1)), jnp.float32)) if full else None
+    ids, u = jnp.asarray(drafts, jnp.int32), jnp.asarray(uniforms, jnp.float32)
+    heat = jnp.full(n, temperature, jnp.float32)
+    tokens, count = jax.jit(accept, static_argnums=(0, 6))(
+        method, target, ids, draft, heat, u, lambda row: jnp.asarray(NOISE, jnp.float32)[row]
+    )
+    weights = last_weights(
+        Rows(jax.nn.log_softmax(target), ids, draft), count - 1, block=method.rule == "block"
+    )
+    emitted = [t[:c].tolist() for t, c in zip(np.asarray(tokens), np.asarray(count), strict=True)]
+    assert all(
+        (t[c:] == -1).all() for t, c in zip(np.asarray(tokens), np.asarray(count), strict=True)
+    )
+    return emitted, np.asarray(weights / jnp.sum(weights, -1, keepdims=True))
+
+
+def check(examples, method, **settings):
+    """`examples`: (drafts, uniforms, emitted, last distribution or row of T)."""
+    emitted, last = judge(method, [e[0] for e in examples], [e[1] for e in examples], **settings)
+    for (_, _, want, row), found, share in zip(examples, emitted, last, strict=True):
+        assert found == want
+        np.testing.assert_allclose(share, T[row] if isinstance(row, int) else row, atol=TOLERANCE)
+
+
+def test_greedy_examples():
+    logits = np.array([[0.1, 2, -1, 0.5], [1.5, 0.2, 1.4, -0.3], [0, 0, 3, 1], [0.3, 0.9, 0.9, -2]])
+    drafts = [[1, 0, 2], [1, 2, 2], [3, 0, 2], [1, -1, 2], [-1, -1, -1]]
+    want = [[1, 0, 2, 1], [1, 0], [1], [1, 0], [1]]
+    logits = jnp.asarray(np.tile(logits, (5, 1, 1)), jnp.float32)
+    for rule in ("standard", "block"):
+        for full in (True, False):
+            found, _ = judge(
+                Acceptance(rule),
+                drafts,
+                np.full((5, 3), 0.5),
+                full=full,
+                temperature=0.0,
+                logits=logits,
+            )
+            assert found == want
+
+
+def test_standard_examples():
+    check(
+        [
+            ([1, 0, 2], [0.55, 0.15, 0.99], [1, 0, 2, 2], 3),
+            ([1, 0, 2], [0.55, 0.25, 0.99], [1, 1], [0, 0.777778, 0, 0.222222]),
+            ([1, 0, 2], [0.65, 0.01, 0.01], [0], [0.666667, 0, 0.333333, 0]),
+            ([0, 3, -1], [0.99, 0.99, 0.01], [0, 3, 0], 2),
+            ([3, 1, 3], [0.45, 0.95, 0.30], [3, 1, 0], [0.428571, 0, 0.571429, 0]),
+            ([-1, 0, 2], [0.01, 0.01, 0.01], [3], 0),
+        ],
+        Acceptance("standard", "probabilistic"),
+    )
+    check(
+        [
+            ([0, 1, 2], [0.35, 0.55, 0.38], [0, 1, 2, 2], 3),
+            ([0, 1, 2], [0.35, 0.65, 0.10], [0, 3], [0.25, 0, 0.25, 0.5]),
+            ([3, 1, 2], [0.20, 0.10, 0.10], [0], [0.444444, 0.333333, 0.222222, 0]),
+        ],
+        Acceptance("standard"),
+        full=False,
+    )
+
+
+def test_block_examples():
+    check(
+        [
+            ([1, 0, 2], [0.2, 0.5, 0.2], [1, 0, 2, 2], 3),
+            ([1, 0, 2], [0.2, 0.5, 0.3], [1, 1], [0, 0.846154, 0, 0.153846]),
+            ([1, 0, 2], [0.3, 0.1, 0.5], [0], [0.666667, 0, 0.333333, 0]),
+            ([0, 1, 2], [0.999, 0.999, 0.999], [0, 1, 2, 2], 3),
+            ([2, 1, 3], [0.9, 0.9, 0.5], [2, 1, 0], [0.428571, 0, 0.571429, 0]),
+            ([3, 0, 2], [0.99, 0.99, 0.15], [3, 0, 2, 2], 3),
+            ([1, 1, -1], [0.1, 0.55, 0.01], [1, 1, 0], 2),
+            ([1, 1, -1], [0.95, 0.65, 0.01], [1, 1, 0], 2),
+        ],
+        Acceptance("block", "probabilistic"),
+    )
+    check(
+        [
+            ([0, 1, 2], [0.25, 0.20, 0.09], [0, 1, 2, 2], 3),
+            ([0, 1, 2], [0.20, 0.20, 0.50], [0, 3], [0.25, 0, 0.25, 0.5]),
+            ([0, 1, 2], [0.25, 0.20, 0.50], [3], [0, 0.5, 0.333333, 0.166667]),
+        ],
+        Acceptance("block"),
+        full=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("drafts", "full", "c", "h"),
+    [
+        ([1, 0, 2], True, [0.6, 0.12, 0.24], [0.245283, 0, 0.24]),
+        ([0, 1, 2], True, [1, 1, 1], [1, 1, 1]),
+        ([2, 1, 3], True, [1, 1, 0.25], [1, 1, 0.25]),
+        ([3, 0, 2], True, [0.5, 0.1, 0.2], [0.090909, 0, 0.2]),
+        ([1, 1, -1], True, [0.6, 1, None], [0.245283, 1, None]),
+        ([0, 1, 2], False, [0.4, 0.24, 0.096], [0.210526, 0.159292, 0.096]),
+    ],
+)
+def test_block_thresholds(drafts, full, c, h):
+    rows = Rows(jnp.log(T)[None], jnp.array([drafts]), jnp.log(D)[None] if full else None)
+    keep = [i for i, x in enumerate(h) if x is not None]
+    found = np.exp(np.asarray(carried(rows)[0, 1:]))
+    np.testing.assert_allclose(found[keep], [c[i] for i in keep], atol=TOLERANCE)
+    found = np.asarray(block_thresholds(rows)[0])
+    np.testing.assert_allclose(found[keep], [h[i] for i in keep], atol=TOLERANCE)
+
+
+def test_block_where_draft_equals_target_accepts_everything():
+    same = Rows(jnp.log(T[[0, 1, 2]])[None], jnp.array([[1, 2]]), jnp.log(T[[0, 1]])[None])
+    assert np.asarray(block_thresholds(same)).tolist() == [[1, 1]]
+
+
+SYNTHETIC = Acceptance("synthetic", rates=(0.9, 0.72, 0.36))
+SYNTHETIC_DRAFTS = [[3, 3, 3], [3, 3, 3], [1, 0, 1], [3, -1, 0]]
+SYNTHETIC_UNIFORMS = [[0.89, 0.79, 0.49], [0.89, 0.81, 0.1], [0.5, 0.5, 0.7], [0.5, 0.0001, 0.1]]
+
+
+def test_synthetic_examples():
+    found, _ = judge(SYNTHETIC, SYNTHETIC_DRAFTS, SYNTHETIC_UNIFORMS, temperature=0.0)
+    assert found == [[3, 3, 3, 3], [3, 1], [1, 0, 2], [3, 1]]
+    want = {
+        True: [3, [0, 0.777778, 0, 0.222222], [0.428571, 0, 0.571429, 0], 1],
+        False: [3, [0.125, 0.75, 0.125, 0], [0.333333, 0, 0.533333, 0.133333], 1],
+    }
+    emitted = [[3, 3, 3, 2], [3, 1], [1, 0, 0], [3, 1]]
+    for full, rows in want.items():
+        examples = zip(SYNTHETIC_DRAFTS, SYNTHETIC_UNIFORMS, emitted, rows, strict=True)
+        check(list(examples), SYNTHETIC, full=full)
+
+
+def test_an_empty_residual_falls_back_to_the_target():
+    rows = Rows(jnp.log(T[[0, 1]])[None], jnp.array([[2]]), jnp.log(T[[0]])[None])
+    weights = np.asarray(last_weights(rows, jnp.array([0]), block=False))[0]
+    np.testing.assert_allclose(weights, T[0], atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("length", "drafts", "rates"),
+    [
+        (1.0, 3, [0, 0, 0]),
+        (1.25, 3, [0.25, 0, 0]),
+        (2.0, 3, [1, 0, 0]),
+        (3.5, 7, [1, 1, 0.5, 0, 0, 0, 0]),
+        (5.3, 7, [1, 1, 1, 1, 0.3, 0, 0]),
+        (4.0, 3, [1, 1, 1]),
+        (8.0, 7, [1] * 7),
+        (3.78, 7, [1, 1, 0.78, 0, 0, 0, 0]),
+    ],
+)
+def test_lengths_to_schedules(length, drafts, rates):
+    method = Acceptance("synthetic", length=length)
+    np.testing.assert_allclose(method.schedule(drafts), rates, atol=1e-12)
+    assert np.isclose(1 + sum(method.schedule(drafts)), length)
+
+
+def test_rates_to_conditional_rates_and_the_label():
+    np.testing.assert_allclose(SYNTHETIC.conditional(3), [0.9, 0.8, 0.5])
+    found = Acceptance("synthetic", length=4.0).describe(7)
+    assert found["label"] == "synthetic acceptance"
+    assert found["acceptance_length"] == 4.0
+    assert f"{found['draft_acceptance_rate']:.6f}" == "0.428571"
+    assert found["schedule_kind"] == "minimum variance"
+    assert "label" not in Acceptance("block").describe(7)
+
+
+@pytest.mark.parametrize(
+    ("settings", "drafts", "message"),
+    [
+        ({"rule": "synthetic", "length": 0.5}, 7, "length: found 0.5, expected 1..8"),
+        ({"rule": "synthetic", "length": 9}, 7, "length: found 9, expected 1..8"),
+        ({"rule": "synthetic", "length": float("nan")}, 7, "length: found nan"),
+        ({"rule": "synthetic"}, 7, "takes either a length or rates"),
+        ({"rule": "synthetic", "length": 2.0, "rates": (1.0,)}, 1, "takes either"),
+        ({"length": 2.0}, 7, "only with rule 'synthetic'"),
+        ({"rule": "synthetic", "rates": (0.5, 0.6)}, 2, "not rising"),
+        ({"rule": "synthetic", "rates": (0.5,)}, 2, "expected 2 numbers"),
+        ({"rule": "fly"}, 3, "rule: found 'fly'"),
+        ({"drafting": "beam"}, 3, "drafting: found 'beam'"),
+        ({}, 8, "drafts: found 8, expected 1..7"),
+        ({}, 0, "drafts: found 0, expected 1..7"),
+    ],
+)
+def test_refused_settings(settings, drafts, message):
+    with pytest.raises(ConfigError, match=message):
+        Acceptance(**settings).require(drafts)
+
+
+def test_six_of_eight_tokens_every_step():
+    method = Acceptance("synthetic", length=6)
+    n = 4096
+    u = sampling.acceptance_uniforms(
+        jnp.arange(n, dtype=jnp.uint32), jnp.full(n, 5), 7, salted=False
+    )
+    rows = Rows(jnp.zeros((n, 8, 2)), jnp.zeros((n, 7), jnp.int32), None)
+    assert (np.asarray(acceptance.synthetic(rows, u, method.conditional(7))) == 5).all()
+
+
+# ---- exact enumeration ----
+
+
+def enumerate_rule(rule, target, draft, context, one_hot=False):
+    """P(accepted = a) and the joint distribution of the first K + 1 tokens, by exact sums.
+
+    `target(prefix)`, `draft(prefix)`: distributions after a prefix of tokens. The drafts are drawn
+    from `draft`; what follows an emitted prefix comes from `target`. With `one_hot` drafts the
+    rule is not told their distribution.
+    """
+    vocabulary, drafts = context
+    paths = np.array(list(itertools.product(range(vocabulary), repeat=drafts)))
+    p = np.array([[target(tuple(d[:i])) for i in range(drafts + 1)] for d in paths])
+    q = np.array([[draft(tuple(d[:i])) for i in range(drafts)] for d in paths])
+    with jax.enable_x64(True):
+        rows = Rows(jnp.log(p), jnp.asarray(paths), None if one_hot else jnp.log(q))
+        assert rows.target.dtype == jnp.float64
+        if rule == "block":
+            h = np.asarray(block_thresholds(rows))
+        else:
+            h = np.exp(np.minimum(np.asarray(rows.log_ratio), 0.0))
+        ends = np.ones((len(paths), drafts + 1))
+        for a in range(drafts + 1):
+            if rule == "block":  # the last success counts
+                ends[:, a] = (h[:, a - 1] if a else 1) * np.prod(1 - h[:, a:], axis=1)
+            else:  # the first failure counts
+                ends[:, a] = np.prod(h[:, :a], axis=1) * (1 - h[:, a] if a < drafts else 1)
+        last = [
+            np.asarray(last_weights(rows, jnp.full(len(paths), a), block=rule == "block"))
+            for a in range(drafts + 1)
+        ]
+    drawn = np.prod(np.take_along_axis(q, paths[..., None], 2)[..., 0], axis=1)
+    joint = np.zeros((vocabulary,) * (drafts + 1))
+    for d, chance, end, *weights in zip(paths, drawn, ends, *last, strict=True):
+        for a, w in enumerate(weights):
+            for x, share in enumerate(w / w.sum()):
+                spread(joint, (*d[:a], x), chance * end[a] * share, target)
+    return drawn @ ends, joint
+
+
+def spread(joint, prefix, mass, target):
+    """Adds `mass` to every continuation of `prefix`, as the target continues it."""
+    if len(prefix) == joint.ndim:
+        joint[prefix] += mass
+        return
+    for x, share in enumerate(target(prefix)):
+        spread(joint, (*prefix, x), mass * share, target)
+
+
+def joint_of(target, vocabulary, length):
+    """The target's own joint distribution."""
+    joint = np.zeros((vocabulary,) * length)
+    spread(joint, (), 1.0, target)
+    return joint
+
+
+def tables(seed, vocabulary, peak=1.0):
+    """A distribution per prefix."""
+
+    def table(prefix):
+        key = [seed, *(t + 1 for t in prefix)]
+        return np.random.default_rng(key).dirichlet(np.full(vocabulary, peak))
+
+    return table
+
+
+@pytest.mark.parametrize("rule", ["standard", "block"])
+@pytest.mark.parametrize("one_hot", [False, True])
+@pytest.mark.parametrize(("vocabulary", "drafts"), [(3, 3), (4, 2), (2, 4)])
+def test_the_output_has_the_targets_distribution(rule, one_hot, vocabulary, drafts):
+    target, draft = tables(1, vocabulary), tables(2, vocabulary)
+    if one_hot:  # certain drafts: the drafter's best token, whatever its distribution
+        peaked = tables(2, vocabulary)
+        draft = lambda prefix: np.eye(vocabulary)[np.argmax(peaked(prefix))] + 0.0  # noqa: E731
+    with np.errstate(divide="ignore"):
+        lengths, joint = enumerate_rule(rule, target, draft, (vocabulary, drafts), one_hot)
+    want = joint_of(target, vocabulary, drafts + 1)
+    assert 0.5 * np.abs(joint - want).sum() < 1e-12
+    assert abs(lengths.sum() - 1) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("rule", "drafts", "want"),
+    [
+        ("standard", 1, [0.3, 0.7]),
+        ("block", 1, [0.3, 0.7]),
+        ("standard", 2, [0.3, 0.315, 0.385]),
+        ("block", 2, [0.3, 0.21, 0.49]),
+        ("standard", 3, [0.3, 0.315, 0.13475, 0.25025]),
+        ("block", 3, [0.3, 0.21, 0.1285, 0.3615]),
+    ],
+)
+def test_accepted_lengths_of_the_example_tables(rule, drafts, want):
+    lengths, joint = enumerate_rule(rule, lambda p: T[len(p)], lambda p: D[len(p)], (4, drafts))
+    np.testing.assert_allclose(lengths, want, atol=1e-12)
+    assert np.abs(joint - joint_of(lambda p: T[len(p)], 4, drafts + 1)).max() < 1e-15
+
+
+@pytest.mark.parametrize(
+    ("rule", "mean"), [("standard", Fraction(10, 9)), ("block", Fraction(11, 9))]
+)
+def test_two_tokens_of_two(rule, mean):
+    target, draft = np.array([1 / 3, 2 / 3]), np.array([2 / 3, 1 / 3])
+    lengths, joint = enumerate_rule(rule, lambda p: target, lambda p: draft, (2, 2))
+    assert abs(lengths @ np.arange(3) - float(mean)) < 1e-12
+    np.testing.assert_allclose(joint.sum(-1), [[1 / 9, 2 / 9], [2 / 9, 4 / 9]], atol=1e-12)
+
+
+def test_one_given_draft_of_three_tokens():
+    p = np.array([[0.5, 0.3, 0.2], [0.2, 0.5, 0.3], [0.1, 0.1, 0.8]])
+    q = np.array([[0.7, 0.2, 0.1], [0.1, 0.8, 0.1]])
+    with jax.enable_x64(True):
+        rows = Rows(jnp.log(p)[None], jnp.array([[0, 1]]), jnp.log(q)[None])
+        h = np.asarray(block_thresholds(rows))[0]
+        np.testing.assert_allclose(np.exp(carried(rows)[0, 1:]), [5 / 7, 0.4464286], atol=1e-7)
+        np.testing.assert_allclose(h, [0.3548387, 0.4464286], atol=1e-7)
+        ends = [(1 - h[0]) * (1 - h[1]), h[0] * (1 - h[1]), h[1]]
+        np.testing.assert_allclose(ends, [0.357143, 0.196429, 0.446429], atol=1e-6)
+        for a, want in ((0, [0, 0.5, 0.5]), (1, [0.2727273, 0, 0.7272727])):
+            w = np.asarray(last_weights(rows, jnp.array([a]), block=True))[0]
+            np.testing.assert_allclose(w / w.sum(), want, atol=1e-7)
+        w = np.asarray(last_weights(rows, jnp.array([1]), block=False))[0]
+        np.testing.assert_allclose(w / w.sum(), [1 / 3, 0, 2 / 3], atol=1e-7)
+        ratio = np.minimum(np.exp(np.asarray(rows.log_ratio)[0]), 1)
+        np.testing.assert_allclose(ratio, [5 / 7, 0.625])
+
+
+@pytest.mark.parametrize("one_hot", [False, True])
+def test_decisions_are_those_of_the_thresholds(one_hot):
+    rng = np.random.default_rng(4)
+    n, k, v = 500, 5, 6
+    with jax.enable_x64(True):
+        draft = None if one_hot else jnp.log(rng.dirichlet(np.ones(v), (n, k)))
+        rows = Rows(
+            jnp.log(rng.dirichlet(np.ones(v), (n, k + 1))),
+            jnp.asarray(rng.integers(0, v, (n, k))),
+            draft,
+        )
+        u, ratio = rng.uniform(size=(n, k)), np.exp(np.asarray(rows.log_ratio))
+        h = np.asarray(block_thresholds(rows))
+        accepted = np.asarray(acceptance.standard(rows, jnp.asarray(u)))
+        assert (accepted == np.cumprod(u < ratio, axis=1).sum(1)).all()
+        accepted = np.asarray(acceptance.block(rows, jnp.asarray(u)))
+        assert (accepted == np.max(np.where(u <= h, np.arange(1, k + 1), 0), axis=1)).all()
+        # equality: block accepts, standard does not
+        assert (np.asarray(acceptance.block(rows, jnp.asarray(h))) == k).all()
+        even = Rows(rows.target[:, :k], rows.drafts[:, 1:], rows.target[:, : k - 1])
+        assert (np.asarray(acceptance.standard(even, jnp.ones((n, k - 1)))) == 0).all()
+
+
+# ---- wrong variants must fail the enumeration ----
+
+
+def stops_at_the_first_failure(rows):
+    """Token-by-token thresholds under the block rule's name."""
+    return jnp.exp(jnp.minimum(rows.log_ratio, 0.0))
+
+
+def without_the_product(rows):
+    """Thresholds from each draft's own ratio only."""
+    own = jnp.minimum(rows.log_ratio, 0.0)
+    left = jnp.sum(
+        jnp.maximum(
+            jnp.exp(own[:, :-1, None] + rows.target[:, 1:-1]) - jnp.exp(rows.draft[:, 1:]), 0
+        ),
+        -1,
+    )
+    ahead = left / (left + 1 - jnp.exp(own[:, :-1]))
+    return jnp.concatenate([ahead, jnp.exp(own[:, -1:])], axis=1)
+
+
+@pytest.mark.parametrize("wrong", [stops_at_the_first_failure, without_the_product])
+def test_wrong_block_thresholds_are_rejected(wrong, monkeypatch):
+    monkeypatch.setitem(globals(), "block_thresholds", wrong)
+    target, draft = tables(1, 3), tables(2, 3)
+    _, joint = enumerate_rule("block", target, draft, (3, 3))
+    assert 0.5 * np.abs(joint - joint_of(target, 3, 4)).sum() > 1e-4  # right: below 1e-12
+
+
+def test_the_token_rules_residual_is_rejected_under_the_block_rule(monkeypatch):
+    right = last_weights
+    monkeypatch.setitem(
+        globals(), "last_weights", lambda rows, a, *, block: right(rows, a, block=False)
+    )
+    target, draft = tables(1, 3), tables(2, 3)
+    _, joint = enumerate_rule("block", target, draft, (3, 3))
+    assert 0.5 * np.abs(joint - joint_of(target, 3, 4)).sum() > 1e-4  # right: below 1e-12
+
+
+# ---- filters ----
+
+
+def reference_filter(logits, temperature, top_k, top_p, min_p):
+    """Temperature, min-p, top-k, top-p on one row, in NumPy."""
+    x = logits / temperature
+    p = np.exp(x - x.max())
+    keep = p >= min_p * p.max()
+    order = np.argsort(-np.where(keep, x, -np.inf), kind="stable")
+    if top_k:
+        keep &= np.isin(np.arange(len(x)), order[:top_k])
+    share = np.where(keep, p, 0) / p[keep].sum()
+    total = 0.0
+    for i in order:
+        keep[i] &= total < top_p
+        total += share[i]
+    return np.where(keep, p, 0) / p[keep].sum()
+
+
+def test_filters_against_numpy():
+    rng = np.random.default_rng(7)
+    settings = [
+        (t, k, p, m)
+        for t in (0.3, 1.0, 2.5)
+        for k, p, m in [
+            (0, 1, 0),
+            (3, 1, 0),
+            (0, 0.6, 0),
+            (0, 1, 0.2),
+            (5, 0.7, 0.05),
+            (1, 1, 0),
+            (0, 1e-9, 0),
+        ]
+    ]
+    logits = rng.normal(size=(len(settings), 2, 12)) * 2
+    heat, k, p, m = (np.array(column) for column in zip(*settings, strict=True))
+    with jax.enable_x64(True):
+        filters = sampling.Filters(jnp.asarray(k), jnp.asarray(p), jnp.asarray(m))
+        found = np.exp(sampling.log_probabilities(jnp.asarray(logits), jnp.asarray(heat), filters))
+    for i, row in enumerate(settings):
+        for j in range(2):
+            np.testing.assert_allclose(
+                found[i, j], reference_filter(logits[i, j], *row), atol=1e-12
+            )
+
+
+def test_filters_of_float32_rows_leave_unfiltered_rows_alone():
+    logits = jnp.asarray(np.random.default_rng(8).normal(size=(2, 1, 1000)), jnp.float32)
+    filters = sampling.Filters(jnp.array([0, 4]), jnp.array([1.0, 1.0]), jnp.array([0.0, 0.0]))
+    found = sampling.log_probabilities(logits, jnp.ones(2), filters)
+    plain = sampling.log_probabilities(logits, jnp.ones(2))
+    assert np.array_equal(found[0], plain[0])
+    assert np.isfinite(found[1]).sum() == 4
+
+
+def test_a_draft_outside_the_filtered_set_is_rejected():
+    filters = sampling.Filters(jnp.array([2]), jnp.array([1.0]), jnp.array([0.0]))
+    noise = lambda row: jnp.zeros((1, 4))  # noqa: E731
+    tokens, count = accept(
+        Acceptance("standard", "probabilistic"), jnp.log(T)[None], jnp.array([[3, 0, 0]]),
+        jnp.log(D)[None], jnp.ones(1), jnp.full((1, 3), 1e-6), noise, filters,
+    )  # fmt: skip
+    assert np.asarray(count).tolist() == [1]
+    assert int(tokens[0, 0]) in (0, 1)
+
+
+# ---- randomness ----
+
+
+def first_tokens(draft_noise, rule, seeds=60_000):
+    """First emitted token of `seeds` requests at one position, everything drawn as in a step."""
+    drafts, v = 2, 4
+    seed, position = jnp.arange(seeds, dtype=jnp.uint32), jnp.full(seeds, 17)
+    q = jnp.log(jnp.asarray(np.tile(D[:drafts], (seeds, 1, 1)), jnp.float32))
+    p = jnp.log(jnp.asarray(np.tile(T[: drafts + 1], (seeds, 1, 1)), jnp.float32))
+    heat = jnp.ones(seeds)
+    ids = [
+        sampling.pick(q[:, k], heat, draft_noise(seed, position + k, k, v)) for k in range(drafts)
+    ]
+    u = sampling.acceptance_uniforms(seed, position, drafts, salted=rule == "block")
+    tokens, _ = accept(
+        Acceptance(rule, "probabilistic"), p, jnp.stack(ids, 1), q, heat, u,
+        lambda row: sampling.token_noise(seed, position + row + 1, v),
+    )  # fmt: skip
+    counts = np.bincount(np.asarray(tokens[:, 0]), minlength=v)
+    return float(((counts - seeds * T[0]) ** 2 / (seeds * T[0])).sum())
+
+
+CHI2_3 = 21.1  # 3 degrees of freedom, exceeded by chance once in 10,000
+
+
+@pytest.mark.parametrize("rule", ["standard", "block"])
+def test_emitted_tokens_follow_the_target_with_the_steps_own_noise(rule):
+    assert first_tokens(sampling.draft_noise, rule) < CHI2_3
+
+
+def test_drafting_with_the_targets_noise_is_rejected():
+    shared = lambda seed, position, number, width: sampling.token_noise(seed, position + 1, width)  # noqa: E731
+    assert first_tokens(shared, "standard") > 10 * CHI2_3
+
+
+def test_uniforms_depend_on_seed_and_position_alone():
+    seed, position = jnp.array([3, 9, 3], jnp.uint32), jnp.array([5, 5, 6])
+    u = np.asarray(sampling.acceptance_uniforms(seed, position, 4, salted=False))
+    assert np.array_equal(u[0, 1:], u[2, :-1])  # the same positions
+    order = jnp.array([2, 0, 1])
+    again = np.asarray(sampling.acceptance_uniforms(seed[order], position[order], 4, salted=False))
+    assert np.array_equal(again, u[np.asarray(order)])
+    salted = np.asarray(sampling.acceptance_uniforms(seed, position, 4, salted=True))
+    assert not np.isin(salted, u).any()
+    assert not np.isin(salted[0, 1:], salted[2, :-1]).any()  # the same positions, other numbers
+    assert (u > 0).all() and (u < 1).all()
