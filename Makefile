@@ -46,9 +46,11 @@ $(VENV)/.stamp: pyproject.toml constraints/py311.txt
 demo: venv
 	rm -rf build/demo
 	$(BIN)/k3 make-tiny build/demo --preset tiny --seed 0
-	$(BIN)/python -m parity compare build/demo/target --steps 16
-	$(BIN)/python -m parity golden parity/golden/ops parity/golden/model_tiny3
-	$(BIN)/python -m parity run --report build/demo/report
+	$(BIN)/k3 generate build/demo/target --prompt-ids 5,17,101 --steps 16
+	$(BIN)/python -m parity compare build/demo/target --steps 16 --report build/demo/compare
+	$(BIN)/python -m parity golden parity/golden/ops parity/golden/model_tiny3 --report build/demo/report
+	@echo "reports: build/demo/compare/index.html (JAX against PyTorch on the small checkpoint)"
+	@echo "         build/demo/report/index.html (against recorded outputs of the published code)"
 
 test: venv
 	$(BIN)/python -m pytest -n $(WORKERS) -m "$(NO_DEVICE) and not slow" $(PYTEST_ARGS)

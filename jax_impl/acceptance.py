@@ -34,7 +34,7 @@ class Rows(NamedTuple):
 
     @property
     def log_ratio(self) -> Float[Array, "B K"]:
-        """ln of target over draft probability of each draft."""
+        """Logarithm of target over draft probability of each draft."""
         ids = jnp.maximum(self.drafts, 0)[..., None]
         target = jnp.take_along_axis(self.target[:, :-1], ids, axis=-1)[..., 0]
         if self.draft is None:
@@ -58,7 +58,7 @@ def standard(rows: Rows, uniforms: Float[Array, "B K"]) -> Int[Array, " B"]:
 
 
 def carried(rows: Rows) -> Float[Array, "B T"]:
-    """ln c_0..c_K of block verification: c_0 = 1, c_{i+1} = min(c_i p_i / q_i, 1)."""
+    """Logarithms of c_0..c_K of block verification: c_0 = 1, c_{i+1} = min(c_i p_i / q_i, 1)."""
     ratio = rows.log_ratio
     found = [jnp.zeros_like(ratio[:, 0])]
     for i in range(ratio.shape[1]):

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from jax_impl.collectives import Ranks
+from jax_impl.collectives import ONE_RANK, Ranks
 from jax_impl.config import ModelConfig, RunConfig
 from jax_impl.draft_config import DraftConfig
 from jax_impl.sampling import Filters
@@ -25,7 +25,9 @@ class Cache:
     """Everything that outlives a step. Donated to every step; never use one again after that."""
 
     kda_state: jax.Array  # f32 [L_kda, S, H, V, K]
-    conv_window: jax.Array  # compute dtype [L_kda, S, taps - 1, C], oldest first, channels q | k | v
+    conv_window: (
+        jax.Array
+    )  # compute dtype [L_kda, S, taps - 1, C], oldest first, channels q | k | v
     kv_latent: jax.Array  # kv dtype [L_mla, P, page, latent + rope]
     kv_scale: jax.Array | None  # f32 [], the one scale for writing and reading; None unless FP8
     draft_kv: jax.Array | None = None  # kv dtype [L_draft, P, page, latent + rope], same pages
@@ -50,11 +52,11 @@ class StepInputs:
 
     @property
     def live(self) -> jax.Array:
-        """bool [B]: rows that are not pad."""
+        """Bool [B]: rows that are not pad."""
         return self.slot >= 0
 
     def row_live(self) -> jax.Array:
-        """bool [B, T]: tokens that are real."""
+        """Bool [B, T]: tokens that are real."""
         real = jnp.arange(self.tokens.shape[1]) < self.count[:, None]
         return real & self.live[:, None]
 
@@ -80,7 +82,7 @@ class SpeculativeOutputs:
 
 
 def cache_shapes(
-    config: ModelConfig, run: RunConfig, ranks: Ranks = Ranks(), draft: DraftConfig | None = None
+    config: ModelConfig, run: RunConfig, ranks: Ranks = ONE_RANK, draft: DraftConfig | None = None
 ) -> Cache:
     """Shapes and dtypes of one rank's cache, nothing allocated; `draft` adds the drafter's."""
     heads = config.kda_num_heads // ranks.size
@@ -89,9 +91,7 @@ def cache_shapes(
     shape = jax.ShapeDtypeStruct
     return Cache(
         kda_state=shape((layers, run.slots, heads, width, width), jnp.float32),
-        conv_window=shape(
-            (layers, run.slots, taps - 1, 3 * heads * width), jnp.dtype(run.compute)
-        ),
+        conv_window=shape((layers, run.slots, taps - 1, 3 * heads * width), jnp.dtype(run.compute)),
         kv_latent=shape(
             (len(config.mla_layers), run.pages, run.page_size, config.kv_row),
             jnp.dtype(run.kv_cache_dtype),
@@ -107,7 +107,7 @@ def cache_shapes(
 
 
 def make_cache(
-    config: ModelConfig, run: RunConfig, ranks: Ranks = Ranks(), draft: DraftConfig | None = None
+    config: ModelConfig, run: RunConfig, ranks: Ranks = ONE_RANK, draft: DraftConfig | None = None
 ) -> Cache:
     """A zeroed cache. Slots need no clearing between sequences: position 0 hides old contents."""
     shapes = cache_shapes(config, run, ranks, draft)

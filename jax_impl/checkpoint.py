@@ -336,9 +336,7 @@ def _left_over(left: dict[str, Stored]) -> list[str]:
     ]
 
 
-def _differences(
-    config: AnyConfig, name: str, part: Part, dtype: str, found: Stored
-) -> list[str]:
+def _differences(config: AnyConfig, name: str, part: Part, dtype: str, found: Stored) -> list[str]:
     wanted = part.stored or part.shape
     problems = []
     if found.dtype != dtype:

@@ -22,6 +22,9 @@ class Ranks:
     axis: str | None = None
 
 
+ONE_RANK = Ranks()
+
+
 def rank_index(ranks: Ranks) -> jax.Array | int:
     """Number of this rank; 0 when looped back."""
     return 0 if ranks.axis is None else lax.axis_index(ranks.axis)

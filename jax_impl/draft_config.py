@@ -47,7 +47,8 @@ _IGNORED = {
 }  # fmt: skip
 _FLAGS = ("enable_confidence_head", "confidence_head_with_markov")
 _DERIVED = {
-    "num_key_value_heads", "draft_vocab_size", "num_target_layers", "target_hidden_size", "rope_theta",
+    "num_key_value_heads", "draft_vocab_size", "num_target_layers", "target_hidden_size",
+    "rope_theta",
 }  # fmt: skip
 
 

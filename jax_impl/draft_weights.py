@@ -17,7 +17,7 @@ UNUSED = ("embed_tokens.",)  # a copy of the target's table, which serves both
 
 @struct.dataclass
 class DraftRoot:
-    """Weights outside the layers. D hidden, G taps, X vocabulary rows on this rank, r Markov rank."""
+    """Weights outside the layers. D hidden, G taps, X vocabulary rows on a rank, r Markov rank."""
 
     context_proj: jax.Array  # bf16 [D / R, G D]
     context_norm: jax.Array  # bf16 [D]

@@ -104,6 +104,8 @@ def load_with_progress(checkpoint: Checkpoint, run: RunConfig) -> Weights:
 
 @contextmanager
 def _steps(total: int):
-    with Progress("decoding", BarColumn(), "{task.completed}/{task.total}", console=Console(stderr=True)) as bar:
+    with Progress(
+        "decoding", BarColumn(), "{task.completed}/{task.total}", console=Console(stderr=True)
+    ) as bar:
         task = bar.add_task("", total=total)
         yield lambda done: bar.update(task, completed=done)

@@ -20,7 +20,7 @@ from jax_impl.checkpoint import Checkpoint, CheckpointError, Reader
 from jax_impl.config import RunConfig
 from jax_impl.memory import require_room
 from jax_impl.params import Weights, from_arrays
-from jax_impl.weights import BYTES, AnyConfig, Part, WeightArray, layer_prefix, layers_of
+from jax_impl.weights import BYTES, AnyConfig, WeightArray, layer_prefix, layers_of
 
 BLOCK_BYTES = 8 << 20
 NAN_SCALE = 255  # E8M0 code of NaN

@@ -21,7 +21,7 @@ class Stream(NamedTuple):
     prefix: jax.Array  # compute dtype [N, D], running sum of the block
     snapshots: jax.Array  # compute dtype [N, J, D]; rows not yet taken hold nothing meaningful
     delta: jax.Array  # compute dtype [N, D], feed-forward output not yet added to the prefix
-    entered: jax.Array | None = None  # [N, D], what the layer before left: its prefix with its delta
+    entered: jax.Array | None = None  # [N, D], output of the layer before: prefix + delta
 
 
 class Forward(NamedTuple):
@@ -42,7 +42,7 @@ class LayerWeights(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a layer stands. `starts_block` and the weights' types are static, the rest may be data."""
+    """Where a layer stands. `starts_block` is static, the rest may be data."""
 
     starts_block: bool
     snapshots: int | jax.Array  # snapshots taken before this layer
@@ -119,13 +119,14 @@ def run_layer(
 def feed_forward(
     static: Static, backend: Backend, w: Dense | Moe, y: jax.Array
 ) -> tuple[jax.Array, Record]:
-    """Dense part or mixture of experts: y [N, D] -> delta [N, D], and the expert stages' outputs."""
+    """Dense part or mixture of experts: y [N, D] -> delta [N, D], and what the stages returned."""
     if isinstance(w, Dense):
         return backend.dense(static, w, y), {}
     latent, ids, share = backend.route(static, w, y)
     routed, shared = backend.experts(static, w, y, latent, ids, share)
     delta = backend.moe_out(static, w, routed, shared)
-    return delta, {"latent": latent, "ids": ids, "weights": share, "routed": routed, "shared": shared}
+    outputs = {"latent": latent, "ids": ids, "weights": share, "routed": routed, "shared": shared}
+    return delta, outputs
 
 
 def forward(
@@ -142,8 +143,8 @@ def forward(
     """All layers: tokens [B, T] -> hidden [N, D], the cache, pending KDA commits and taps.
 
     Args:
-        record: if given, filled with every stage output under `layerNN.<name>`, `embed`, `snapshots`,
-            `hidden`.
+        record: if given, filled with every stage output under `layerNN.<name>`, `embed`,
+            `snapshots`, `hidden`.
         commit: False keeps the KDA state as it was; the pending commits come back per KDA layer.
         taps: layers (0-based, ascending) whose output, the un-normalised running sum, is wanted.
     """

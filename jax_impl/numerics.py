@@ -1,4 +1,4 @@
-"""Where rounding happens: the compute dtype and the rounding profile (specification §3, profiles)."""
+"""Where rounding happens: the compute dtype and the rounding profile."""
 
 from __future__ import annotations
 

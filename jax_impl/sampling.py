@@ -83,7 +83,7 @@ def log_probabilities(
     temperature: Float[Array, " B"],
     filters: Filters | None = None,
 ) -> Float[Array, "B *rows X"]:
-    """ln of the distribution that tokens are drawn from; temperature 0 counts as 1 here.
+    """Logarithm of the distribution that tokens are drawn from; temperature 0 counts as 1 here.
 
     In this order: temperature, min-p, top-k, top-p (of what is left). Equal logits at a cut stay
     together.
@@ -116,7 +116,7 @@ def pick(
     temperature: Float[Array, " B"],
     noise: Float[Array, "B X"] | None,
 ) -> Int[Array, " B"]:
-    """A token per row from softmax(logits / t); the largest logit at temperature 0 or without noise."""
+    """A token per row from softmax(logits / t); the best one at temperature 0 or without noise."""
     if noise is None:
         return argmax(logits)
     drawn = argmax(log_probabilities(logits, temperature) + noise)

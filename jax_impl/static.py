@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jax_impl.collectives import Ranks
+from jax_impl.collectives import ONE_RANK, Ranks
 from jax_impl.config import ModelConfig, RunConfig
 from jax_impl.draft_config import DraftConfig
 from jax_impl.numerics import Numerics
@@ -16,7 +16,7 @@ class Static:
 
     config: ModelConfig
     run: RunConfig
-    ranks: Ranks = Ranks()
+    ranks: Ranks = ONE_RANK
 
     @property
     def nx(self) -> Numerics:
@@ -35,7 +35,7 @@ class DraftStatic:
 
     config: DraftConfig
     run: RunConfig
-    ranks: Ranks = Ranks()
+    ranks: Ranks = ONE_RANK
 
     @property
     def nx(self) -> Numerics:

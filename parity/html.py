@@ -34,7 +34,7 @@ img{max-width:100%}details{margin:.5rem 0}
 <th>limit<th>n<th>status<th>why this limit</tr>
 {% for v, n, state in groups %}<tr><td>{{ v.where.folder }}<td>{{ v.where.ours }}
 <td>{{ v.where.against }}<td>{{ v.where.dtype }}/{{ v.where.profile }}<td>{{ v.where.case }}
-<td>{{ v.quantity }}<td>{{ v.judged }}<td class="n">{{ number(v.value) }}
+<td>{{ v.quantity }}<td>{{ v.judged }}<td class="n">{{ shown(v) }}
 <td class="n">{{ number(v.limit) }}<td class="n">{{ n }}
 <td class="{{ state | replace(' ', '-') }}">{{ state }}
 <td>{{ v.reason }}{{ '; ' if v.note }}{{ v.note }}</tr>
@@ -62,7 +62,7 @@ def render(verdicts: list[Verdict], doc: dict[str, Any]) -> str:
     bad = [report.explain(v).replace(r"\[", "[") for v in verdicts if not v.passed]
     return environment.from_string(_TEMPLATE).render(
         doc=doc, groups=groups, bad=bad, plots=list(_plots(verdicts)), number=report.number,
-        hidden=("rows_margin", "rows_error"),
+        shown=report.shown, hidden=("rows_margin", "rows_error"),
     )  # fmt: skip
 
 

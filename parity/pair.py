@@ -7,7 +7,6 @@ every layer on the reference's own input of that layer, so that errors do not ch
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import numpy as np
 import torch
 
 from jax_impl.checkpoint import Checkpoint
+from jax_impl.ids import parse_ids
 from parity import metrics
 from parity.driver import ROWS, Arrays, Driver, Session
 from parity.layerwise import inject
@@ -39,22 +39,15 @@ def prompt(text: str | None, vocabulary: int) -> np.ndarray:
     """Token ids from a file, from the text itself, or seeded random ones.
 
     Raises:
-        PromptError: not integers, none at all, or outside the vocabulary.
+        PromptError: not ids, none at all, or outside the vocabulary.
     """
     if text is None:
         return np.random.default_rng(0).integers(0, vocabulary, PROMPT)
     try:
-        content = Path(text).read_text(encoding="utf-8") if Path(text).is_file() else text
-    except (OSError, UnicodeDecodeError, ValueError) as error:
-        raise PromptError(f"--prompt-ids: {text!r} is not readable: {error}") from None
-    words = [w for w in re.split(r"[\s,\[\]]+", content) if w]
-    if not words or not all(re.fullmatch(r"-?\d+", w) for w in words):
-        raise PromptError(
-            f"--prompt-ids: found {content[:60]!r}; expected token ids separated by commas or "
-            "blanks, or a file that holds them"
-        )
-    ids = np.array([int(w) for w in words])
-    bad = ids[(ids < 0) | (ids >= vocabulary)]
+        ids = np.array(parse_ids(text))
+    except ValueError as error:
+        raise PromptError(f"--prompt-ids: {error}") from None
+    bad = ids[ids >= vocabulary]
     if bad.size:
         raise PromptError(f"--prompt-ids: {bad[0]} is not in the vocabulary 0..{vocabulary - 1}")
     return ids

@@ -6,6 +6,7 @@ import datetime as dt
 import json
 import math
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterable
@@ -104,6 +105,7 @@ def deliver(
 def print_table(verdicts: list[Verdict], *, to_stderr: bool = False) -> None:
     """The worst verdict of each group in a line, then failures in full."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console(stderr=to_stderr, width=None if sys.stdout.isatty() else 160)
@@ -126,9 +128,9 @@ def print_table(verdicts: list[Verdict], *, to_stderr: bool = False) -> None:
             (s for s in ("failed", "not run") if any(v.status == s for v in group)), "passed"
         )
         table.add_row(
-            w.where.folder, w.where.ours, f"{w.where.dtype}/{w.where.profile}", w.where.case,
-            _short(w.quantity), w.judged, number(w.value), number(w.limit), str(len(group)),
-            f"[{_STYLE[state]}]{state}[/]",
+            escape(w.where.folder), w.where.ours, f"{w.where.dtype}/{w.where.profile}",
+            escape(w.where.case), escape(_short(w.quantity)), w.judged, shown(w),
+            number(w.limit), str(len(group)), f"[{_STYLE[state]}]{state}[/]",
         )  # fmt: skip
     console.print(table)
     for v in verdicts:
@@ -141,7 +143,7 @@ def print_table(verdicts: list[Verdict], *, to_stderr: bool = False) -> None:
 def explain(v: Verdict) -> str:
     """A verdict in one line."""
     w = v.where
-    numbers = f"{v.judged} {number(v.value)} (limit {number(v.limit)})" if v.judged != "-" else ""
+    numbers = f"{v.judged} {shown(v)} (limit {number(v.limit)})" if v.judged != "-" else ""
     place = f"{w.suite} {w.folder} [{w.case}] {v.quantity}, {w.ours} {w.dtype}/{w.profile}"
     against = f" against {w.against}"
     return f"{place}{against}: {numbers}{' - ' if numbers and v.note else ''}{v.note}".replace(
@@ -154,7 +156,7 @@ def grouped(verdicts: Iterable[Verdict]) -> list[list[Verdict]]:
     groups: dict[tuple, list[Verdict]] = {}
     for v in verdicts:
         w = v.where
-        case = w.case.split(" layer")[0].split(", layer")[0]
+        case = re.sub(r"[, ]+layer\d\d$", "", w.case)
         key = (w.suite, w.folder, w.ours, w.dtype, w.profile, case, _short(v.quantity), w.against)
         groups.setdefault(key, []).append(v)
     return list(groups.values())
@@ -172,6 +174,11 @@ def worst(group: list[Verdict]) -> Verdict:
 
 def _short(quantity: str) -> str:
     return quantity.split(".", 1)[1] if quantity.startswith("layer") else quantity
+
+
+def shown(v: Verdict) -> str:
+    """The judged number; NaN where non-finite values stand at other places than expected."""
+    return "NaN" if v.metrics.get("pattern_equal") is False else number(v.value)
 
 
 def number(value: Any) -> str:

@@ -8,9 +8,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
 from parity.__main__ import main
+from parity.folders import read_tensors
 
 ROOT = Path(__file__).parents[1]
 
@@ -66,7 +67,7 @@ def test_dash_sends_the_json_to_stdout_and_the_table_to_stderr(small, capsys):
 
 @pytest.mark.parametrize("name", ["y_f64", "gate"])
 def test_a_corrupted_tensor_fails(small, name, capsys):
-    tensors = load_file(small / "situ.safetensors")
+    tensors = read_tensors(small / "situ.safetensors")
     tensors[name] = tensors[name].copy()
     tensors[name].flat[7] += 1e-2
     save_file(tensors, small / "situ.safetensors")
@@ -75,14 +76,14 @@ def test_a_corrupted_tensor_fails(small, name, capsys):
 
 
 def test_a_tensor_of_another_shape_fails(small):
-    tensors = load_file(small / "situ.safetensors")
+    tensors = read_tensors(small / "situ.safetensors")
     tensors["y_f64"] = np.ascontiguousarray(tensors["y_f64"][:-1])
     save_file(tensors, small / "situ.safetensors")
     assert run("golden", str(small)) == 1
 
 
 def test_a_missing_input_fails_without_a_traceback(small, capsys):
-    tensors = load_file(small / "situ.safetensors")
+    tensors = read_tensors(small / "situ.safetensors")
     del tensors["up"]
     save_file(tensors, small / "situ.safetensors")
     assert run("golden", str(small)) == 1

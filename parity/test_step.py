@@ -39,7 +39,9 @@ def filled(driver: Driver) -> Session:
     """A session whose cache holds a different number in every slot and page (sentinels)."""
     session = Session(driver, seed=3)
     session.cache = jax.tree.map(
-        lambda a: (jnp.arange(a.size, dtype=jnp.float32) % 97 - 48).reshape(a.shape).astype(a.dtype),
+        lambda a: (
+            (jnp.arange(a.size, dtype=jnp.float32) % 97 - 48).reshape(a.shape).astype(a.dtype)
+        ),
         session.cache,
     )
     return session
@@ -74,7 +76,9 @@ def test_pad_rows_change_nothing(driver, width):
     session.step([None, (first, one), (second, two), None], width)
     after = bits(session.cache)
     idle = [s for s in range(SLOTS) if s not in (1, 2)]
-    assert all(np.array_equal(b[:, idle], a[:, idle]) for b, a in zip(before[:2], after[:2], strict=True))
+    assert all(
+        np.array_equal(b[:, idle], a[:, idle]) for b, a in zip(before[:2], after[:2], strict=True)
+    )
     idle = [p for p in range(driver.run.pages) if p not in {first.pages[0], second.pages[0]}]
     assert np.array_equal(before[2][:, idle], after[2][:, idle])
     assert not np.array_equal(before[0][:, 1], after[0][:, 1])
@@ -103,7 +107,9 @@ def test_a_step_of_pad_rows_only_changes_nothing_and_stays_finite(driver):
 def test_a_sequence_with_nan_state_is_reported_and_harms_nobody(driver):
     ids = ids_of(driver, 6, 3)
     healthy, poisoned = filled(driver), filled(driver)
-    poisoned.cache = poisoned.cache.replace(kda_state=poisoned.cache.kda_state.at[:, 3].set(jnp.nan))
+    poisoned.cache = poisoned.cache.replace(
+        kda_state=poisoned.cache.kda_state.at[:, 3].set(jnp.nan)
+    )
     outputs = []
     for session in (healthy, poisoned):
         rows = [(Sequence(slot, session.sequence(0).pages, position=2), ids[:1]) for slot in (1, 3)]
@@ -133,7 +139,7 @@ def test_the_cache_is_aliased_whole_and_cannot_be_used_twice(driver):
         assert not [line for line in made if " copy(" in line or " copy-start(" in line]
     old = session.cache
     step(driver.weights, old, inputs)
-    with pytest.raises((RuntimeError, ValueError), match="deleted|donated"):
+    with pytest.raises((RuntimeError, ValueError), match=r"deleted|donated"):
         step(driver.weights, old, inputs)
 
 

@@ -15,7 +15,7 @@ def swiglu_mlp(
     gate_up: Float[Array, "m2 i"],
     down: Float[Array, "o m"],
 ) -> Float[Array, "*rows o"]:
-    """down · (silu(gate x) * up x); f32 and not rounded, since the ranks' shares are summed first."""
+    """SwiGLU: down · (silu(gate x) * up x); f32 and not rounded, for the sum over ranks."""
     gate, up = jnp.split(nx.linear(x, gate_up), 2, axis=-1)
     return nx.project(nx.round(jax.nn.silu(f32(gate)) * f32(up)), down)
 

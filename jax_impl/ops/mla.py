@@ -73,7 +73,7 @@ def explicit_attention(
     visible: Bool[Array, "B T S"],
 ) -> Float[Array, "B T H V"]:
     """Attention with keys and values per head, as the published code's eager path rounds it."""
-    nope, rank = w_uk.shape[1:]
+    rank = w_uk.shape[2]
     latent, k_rope = kv[..., :rank], kv[..., rank:]
     k_nope = nx.round(nx.einsum("bsr,hnr->bshn", latent, w_uk))
     v = nx.round(nx.einsum("bsr,hvr->bshv", latent, w_uv))
@@ -88,7 +88,7 @@ def explicit_attention(
 def output_gate(
     nx: Numerics, o: Float[Array, "*rows c"], gate: Float[Array, "*rows c"]
 ) -> Float[Array, "*rows c"]:
-    """o * sigmoid(gate); profile H rounds the sigmoid first."""
+    """Output gate: o * sigmoid(gate); profile H rounds the sigmoid first."""
     s = jax.nn.sigmoid(f32(gate))
     if nx.profile == "H":
         s = f32(nx.round(s))

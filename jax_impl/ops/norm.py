@@ -24,7 +24,7 @@ def rmsnorm(
 
 
 def l2norm(x: Float[Array, "*rows n"]) -> Float[Array, "*rows n"]:
-    """x / sqrt(sum x² + 1e-6), in f32."""
+    """L2 norm: x / sqrt(sum x² + 1e-6), in f32."""
     x = f32(x)
     return x / jnp.sqrt(jnp.sum(x * x, -1, keepdims=True) + L2_EPS)
 

@@ -16,7 +16,7 @@ def situ(
     beta: float,
     linear_beta: float,
 ) -> Float[Array, "*rows m"]:
-    """b tanh(g/b) sigmoid(g) * c tanh(u/c) in f32, one rounding at the end."""
+    """SiTU: b tanh(g/b) sigmoid(g) * c tanh(u/c) in f32, one rounding at the end."""
     g, u = f32(gate), f32(up)
     soft_gate = beta * jnp.tanh(g / beta) * jax.nn.sigmoid(g)
     return nx.round(soft_gate * (linear_beta * jnp.tanh(u / linear_beta)))
@@ -30,6 +30,6 @@ def situ_mlp(
     beta: float,
     linear_beta: float,
 ) -> Float[Array, "*rows o"]:
-    """down · SiTU(gate x, up x); f32 and not rounded, since the ranks' shares are summed first."""
+    """Gated MLP: down · SiTU(gate x, up x); f32, not rounded (ranks' shares are summed first)."""
     gate, up = jnp.split(nx.linear(x, gate_up), 2, axis=-1)
     return nx.project(situ(nx, gate, up, beta, linear_beta), down)

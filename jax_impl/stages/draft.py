@@ -23,7 +23,7 @@ from jax_impl.static import DraftStatic
 
 
 def combine(static: DraftStatic, w: DraftRoot, taps: jax.Array) -> jax.Array:
-    """The target's tapped streams side by side [N, G D] -> context vectors [N, D]. Crosses ranks."""
+    """Tapped streams side by side [N, G D] -> context vectors [N, D]. Crosses ranks."""
     projected = all_gather(static.nx.linear(taps, w.context_proj), static.ranks)
     return rmsnorm(static.nx, projected, w.context_norm, static.config.rms_norm_eps)
 

@@ -22,13 +22,13 @@ from jax_impl.ops.norm import gated_rmsnorm, l2norm, rmsnorm
 from jax_impl.ops.router import choose_experts
 from jax_impl.ops.situ import situ_mlp
 from jax_impl.params import Dense, Kda, LayerNorms, Mla, Moe, Root
-from jax_impl.stages.draft import draft_block, draft_context, draft_markov
+from jax_impl.stages.draft import draft_block, draft_context, draft_markov  # noqa: F401  (stages)
 from jax_impl.stages.paged import positions, read_rows, write_rows
 from jax_impl.static import Static
 
 
 def embed(static: Static, w: Root, inputs: StepInputs) -> jax.Array:
-    """Token rows of the embedding table [N, D]; zeros where the token is not real. Crosses ranks."""
+    """Rows of the embedding table [N, D]; zeros where a token is not real. Crosses ranks."""
     rows = w.embed_tokens.shape[0]
     local = inputs.tokens.reshape(-1) - rank_index(static.ranks) * rows
     here = (local >= 0) & (local < rows) & inputs.row_live().reshape(-1)
@@ -98,9 +98,7 @@ def kda(
     z = nx.linear(low_rank, w.f_b_proj)
     old_state, old_window = _slot_contents(inputs, layer, state, window)
     mixed = kda_ops.short_conv(nx, raw, old_window, w.conv1d)
-    q, k, v = (
-        part.reshape(batch, tokens, heads, width) for part in jnp.split(mixed, 3, axis=-1)
-    )
+    q, k, v = (part.reshape(batch, tokens, heads, width) for part in jnp.split(mixed, 3, axis=-1))
     g = kda_ops.log_decay(
         z.reshape(batch, tokens, heads, width),
         w.dt_bias.reshape(heads, width),
@@ -185,9 +183,7 @@ def mla(
     # a token sees everything up to itself
     visible = stored[:, None] & (jnp.arange(kv.shape[1]) <= positions(inputs)[..., None])
     w_uk, w_uv = mla_ops.split_kv_b(w.kv_b_proj, c.qk_nope_head_dim, c.v_head_dim)
-    attend = (
-        mla_ops.explicit_attention if nx.profile == "H" else mla_ops.absorbed_attention
-    )
+    attend = mla_ops.explicit_attention if nx.profile == "H" else mla_ops.absorbed_attention
     o = attend(nx, q.reshape(batch, tokens, -1, c.qk_head_dim), kv, w_uk, w_uv, visible)
     return mla_ops.output_gate(nx, o.reshape(gate.shape), gate), kv_latent
 
@@ -256,9 +252,7 @@ def experts(
     """This rank's share of the routed sum [N, Z] and of the shared experts [N, D], both f32."""
     packed = ExpertWeights(w.w13_packed, w.w13_scale, w.w2_packed, w.w2_scale)
     routed = routed_experts(static.nx, latent, ids, weights, packed, static.betas)
-    shared = situ_mlp(
-        static.nx, y, w.shared_gate_up_proj, w.shared_down_proj, *static.betas
-    )
+    shared = situ_mlp(static.nx, y, w.shared_gate_up_proj, w.shared_down_proj, *static.betas)
     return routed, shared
 
 
