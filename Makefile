@@ -61,7 +61,7 @@ test-all: venv
 lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 # Prints the path of a Python >= 3.12, also one that pyenv holds without having it selected.
 FIND_PYTHON312 = \

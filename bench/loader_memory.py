@@ -25,6 +25,7 @@ import sys
 import tempfile
 import threading
 import time
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +71,6 @@ def measure(path: Path) -> dict[str, Any]:
     """Load the checkpoint in this process; meant for a fresh one."""
     import jax
     import jax.numpy as jnp
-    import jaxlib
     import numpy
     import safetensors
 
@@ -110,7 +110,7 @@ def measure(path: Path) -> dict[str, Any]:
         "versions": {
             "python": platform.python_version(),
             "jax": jax.__version__,
-            "jaxlib": jaxlib.__version__,
+            "jaxlib": version("jaxlib"),
             "numpy": numpy.__version__,
             "safetensors": safetensors.__version__,
         },
