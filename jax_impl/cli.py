@@ -132,6 +132,11 @@ class GenerateOptions:
         chunk: prompt tokens per prefill step.
         page_size: tokens per cache page.
         backend: auto is the standard XLA path; latency_specialized asks for Pallas kernels.
+        draft: DSpark draft checkpoint; with it, decoding is speculative.
+        drafts: drafted tokens per step (a verify step has one row more).
+        accept: rule that judges drafts; synthetic forces the number accepted and reports no text.
+        accept_length: synthetic only: mean tokens per step, 1 to drafts + 1.
+        drafting: whether the drafter takes its largest logit or draws.
     """
 
     steps: int = 32
@@ -145,6 +150,11 @@ class GenerateOptions:
     chunk: int = 64
     page_size: int = 16
     backend: Literal["auto", "latency_specialized"] = "auto"
+    draft: Path | None = None
+    drafts: int = 7
+    accept: Literal["standard", "block", "synthetic"] = "standard"
+    accept_length: float | None = None
+    drafting: Literal["greedy", "probabilistic"] = "greedy"
 
 
 def generate(
@@ -211,10 +221,20 @@ def _emit(
     from jax_impl.output import print_table, write_json
 
     if json != "-":
-        columns, rows = table or (["", ""], [(k, str(v)) for k, v in result.items()])
+        columns, rows = table or (["", ""], _rows(result))
         print_table(title, columns, rows)
     if json is not None:
         write_json(json, result)
+
+
+def _rows(result: dict[str, Any], prefix: str = "") -> list[tuple[str, ...]]:
+    rows: list[tuple[str, ...]] = []
+    for key, value in result.items():
+        if isinstance(value, dict):
+            rows += _rows(value, f"{prefix}{key}.")
+        else:
+            rows.append((prefix + key, f"{value:.6g}" if isinstance(value, float) else str(value)))
+    return rows
 
 
 COMMANDS = {"check": check, "memory": memory, "generate": generate, "make-tiny": make_tiny}

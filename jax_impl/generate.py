@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
 from rich.progress import TransferSpeedColumn as Rate
 
-from jax_impl.backend import choose_backend
+from jax_impl.backend import Backend, choose_backend
 from jax_impl.checkpoint import Checkpoint
 from jax_impl.config import ConfigError, RunConfig
 from jax_impl.engine import Engine, describe_device
@@ -25,29 +26,60 @@ if TYPE_CHECKING:
 
 
 def run_generate(path: Path, prompt: str, options: GenerateOptions) -> dict[str, Any]:
-    """Generate `options.steps` tokens; the result holds ids, times and their conditions."""
+    """Generate `options.steps` tokens; the result holds ids, times and their conditions.
+
+    Raises:
+        ConfigError, CheckpointError, ValueError: input that cannot be run; before anything is
+            loaded where that can be told.
+    """
     if options.steps < 1 or options.chunk < 1:
         raise ConfigError(f"steps {options.steps}, chunk {options.chunk}: expected at least 1")
     ids = parse_ids(prompt)
     checkpoint = Checkpoint.open(path)
+    # a last verification may write a whole block behind the tokens that are kept
+    spare = 0 if options.draft is None else options.drafts + 1
     length, limit = len(ids) + options.steps, checkpoint.config.max_position_embeddings
-    if length > limit:
+    if length + spare > limit:
         raise ConfigError(
-            f"{len(ids)} prompt tokens and {options.steps} steps: {length} tokens, but the model "
-            f"limit is {limit}; ask for fewer steps"
+            f"{len(ids)} prompt tokens and {options.steps} steps: {length + spare} tokens (drafts "
+            f"included), but the model limit is {limit}; ask for fewer steps"
         )
-    pages = -(-length // max(options.page_size, 1))
     run = RunConfig(
         profile=options.profile,
         compute=options.compute,
         kv_dtype=options.kv_dtype,
         kv_scale=options.kv_scale,
         slots=1,
-        pages=pages,
+        pages=-(-(length + spare) // max(options.page_size, 1)),
         page_size=options.page_size,
         decode_backend=options.backend,
     )
     backend = choose_backend(run)
+    if options.draft is not None:
+        from jax_impl.generate_draft import speculative
+
+        found = speculative(checkpoint, run, backend, ids, options)
+    else:
+        found = _plain(checkpoint, run, backend, ids, options)
+    conditions = {
+        "checkpoint": str(path),
+        "device": describe_device(),
+        "jax": jax.__version__,
+        "backend": options.backend,
+        "profile": options.profile,
+        "compute": options.compute,
+        "kv_dtype": run.kv_cache_dtype,
+        "batch": 1,
+        "temperature": options.temperature,
+        "seed": options.seed,
+        "excluded": "loading, prefill and the first decode step (compilation)",
+    }
+    return {"prompt_ids": ids} | found | {"conditions": conditions | found.get("conditions", {})}
+
+
+def _plain(
+    checkpoint: Checkpoint, run: RunConfig, backend: Backend, ids: list[int], options: Any
+) -> dict[str, Any]:
     weights = load_with_progress(checkpoint, run)
     engine = Engine(checkpoint.config, run, weights, backend, chunk=min(options.chunk, len(ids)))
     handle = engine.add(ids, temperature=options.temperature, seed=options.seed)
@@ -57,7 +89,7 @@ def run_generate(path: Path, prompt: str, options: GenerateOptions) -> dict[str,
     first = time.perf_counter() - started
     times = []
     stop = None if options.ignore_eos else checkpoint.config.eos_token_id
-    with _steps(options.steps) as progress:
+    with steps_progress(options.steps) as progress:
         while sequence.failed is None:
             progress(len(sequence.ids) - len(ids))
             if len(sequence.ids) - len(ids) >= options.steps or sequence.ids[-1] == stop:
@@ -66,32 +98,23 @@ def run_generate(path: Path, prompt: str, options: GenerateOptions) -> dict[str,
             engine.decode([handle])
             times.append(time.perf_counter() - started)
     if sequence.failed is not None:
-        raise ConfigError(
-            f"{sequence.failed} after {len(sequence.ids) - len(ids)} generated token(s); check the "
-            "weights, or run `python -m parity compare` on this checkpoint"
-        )
+        raise not_finite(sequence.failed, len(sequence.ids) - len(ids))
     steady = times[1:]  # the first decode step holds its compilation
     return {
-        "prompt_ids": ids,
         "output_ids": sequence.ids[len(ids) :],
         "stopped_by": "eos" if sequence.ids[-1] == stop else "steps",
         "decode_tokens_per_s": len(steady) / sum(steady) if steady else None,
         "decode_steps_timed": len(steady),
         "first_token_s_with_compilation": first,
-        "conditions": {
-            "checkpoint": str(path),
-            "device": describe_device(),
-            "jax": jax.__version__,
-            "backend": options.backend,
-            "profile": options.profile,
-            "compute": options.compute,
-            "kv_dtype": run.kv_cache_dtype,
-            "batch": 1,
-            "temperature": options.temperature,
-            "seed": options.seed,
-            "excluded": "loading, prefill and the first decode step (compilation)",
-        },
     }
+
+
+def not_finite(where: str, done: int) -> ConfigError:
+    """The error of a run whose logits stopped being finite."""
+    return ConfigError(
+        f"{where} after {done} generated token(s); check the weights, or run "
+        "`python -m parity compare` on this checkpoint"
+    )
 
 
 def load_with_progress(checkpoint: Checkpoint, run: RunConfig) -> Weights:
@@ -103,9 +126,9 @@ def load_with_progress(checkpoint: Checkpoint, run: RunConfig) -> Weights:
 
 
 @contextmanager
-def _steps(total: int):
-    with Progress(
-        "decoding", BarColumn(), "{task.completed}/{task.total}", console=Console(stderr=True)
-    ) as bar:
+def steps_progress(total: int) -> Iterator[Callable[[int], None]]:
+    """A bar of generated tokens on standard error."""
+    columns = ("decoding", BarColumn(), "{task.completed}/{task.total}")
+    with Progress(*columns, console=Console(stderr=True)) as bar:
         task = bar.add_task("", total=total)
         yield lambda done: bar.update(task, completed=done)

@@ -36,7 +36,7 @@ class Folder:
     @cached_property
     def meta(self) -> dict[str, Any]:
         """The parsed golden.json; empty if there is none."""
-        return _read_json(self.path / _META) if (self.path / _META).exists() else {}
+        return read_json(self.path / _META) if (self.path / _META).exists() else {}
 
     @cached_property
     def tensors(self) -> dict[str, np.ndarray]:
@@ -53,7 +53,7 @@ def open_folder(path: str | Path) -> Folder:
     path = Path(path)
     if not path.is_dir():
         raise FolderError(f"{path}: not a directory. Expected a folder of recorded numbers.")
-    meta = _read_json(path / _META) if (path / _META).exists() else {}
+    meta = read_json(path / _META) if (path / _META).exists() else {}
     kind = meta.get("kind") or _guess(path)
     if kind not in KINDS:
         found = ", ".join(sorted(f.name for f in path.iterdir())[:8]) or "nothing"
@@ -67,8 +67,11 @@ def open_folder(path: str | Path) -> Folder:
 
 def _guess(path: Path) -> str | None:
     config = path / "config.json"
+    if (path / _TENSORS).exists() and not config.exists():
+        names = tensor_names(path / _TENSORS)
+        return "vllm" if any(n.endswith(".vllm_logprobs") for n in names) else None
     if (path / _TENSORS).exists() and config.exists():
-        model_type = _read_json(config).get("model_type")
+        model_type = read_json(config).get("model_type")
         return {"kimi_k3": "model", "kimi_linear": "model", "k3_dspark": "dspark"}.get(model_type)
     if not (path / _TENSORS).exists() and any("op" in meta for _, meta in operations(path)):
         return "ops"
@@ -79,7 +82,20 @@ def operations(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """(file stem, sidecar) of every tensor file of a folder, by name; {} without a sidecar."""
     for file in sorted(path.glob("*.safetensors")):
         sidecar = file.with_suffix(".json")
-        yield file.stem, _read_json(sidecar) if sidecar.exists() else {}
+        yield file.stem, read_json(sidecar) if sidecar.exists() else {}
+
+
+def tensor_names(file: Path) -> list[str]:
+    """Names of a safetensors file, from its header.
+
+    Raises:
+        FolderError: the file is missing or damaged.
+    """
+    try:
+        with safe_open(file, framework="numpy") as handle:
+            return list(handle.keys())
+    except (OSError, SafetensorError) as error:
+        raise FolderError(f"{file}: not readable as safetensors: {error}") from None
 
 
 def read_tensors(file: Path) -> dict[str, np.ndarray]:
@@ -95,7 +111,12 @@ def read_tensors(file: Path) -> dict[str, np.ndarray]:
         raise FolderError(f"{file}: not readable as safetensors: {error}") from None
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object.
+
+    Raises:
+        FolderError: the file is missing, damaged, or holds something else.
+    """
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:

@@ -153,6 +153,86 @@ TOLERANCES: dict[tuple[str, str], Tolerance] = {
     ),
     ("pair_greedy", F32): Tolerance("margin", 1e-3, "twice the float32 logit tolerance"),
     ("pair_greedy", BF16): Tolerance("margin", 1.0, "as for recorded bf16 choices"),
+    # ---- the drafter on recorded streams ----
+    ("draft_logits", F32): Tolerance(
+        "max_abs", 1e-4, "std 2.9; the published modules in f32 deviate by 1.5e-5"
+    ),
+    ("draft_logits", BF16): Tolerance(
+        "rms", 0.15, "std 2.9; the published modules in bf16 deviate by 0.047, times three"
+    ),
+    ("draft_stream", F32): Tolerance(
+        "max_abs", 1e-4, "values up to 10, three layers in f32, recorded as f32"
+    ),
+    ("draft_stream", BF16): Tolerance(
+        "rel_l2", 3e-2, "against float64: chained bf16 roundings of a few layers"
+    ),
+    ("drafts", F32): Tolerance(
+        "margin", 2e-4, "twice the logit tolerance: with a larger margin no other draft is right"
+    ),
+    ("drafts", BF16): Tolerance(
+        "margin", 0.6, "four times the logit rms; below it only where the recorded bf16 run parts"
+    ),
+    # ---- speculative decoding ----
+    ("speculative_text", F32): Tolerance(
+        "margin", 1e-3, "twice the logit tolerance: verification groups the same sums differently"
+    ),
+    ("speculative_text", BF16): Tolerance(
+        "margin",
+        1.0,
+        "the state of accepted rows differs in the last f32 bit, which turns single bf16 roundings "
+        "and with them near-ties of a router, as for recorded bf16 choices",
+    ),
+    # ---- acceptance rules ----
+    ("printed", ANY): Tolerance(
+        "max_abs", 1e-5, "examples are printed with six decimals; f32 sums add less than that"
+    ),
+    ("schedule", ANY): Tolerance("max_abs", 1e-12, "differences of decimals in float64"),
+    ("enumeration", ANY): Tolerance("max_abs", 1e-12, "sums of products of float64 probabilities"),
+    ("lossless", ANY): Tolerance(
+        "variation",
+        1e-12,
+        "total variation between enumerated and wanted distribution, float64 sums; rules with a "
+        "mistake show more than 1e-4",
+    ),
+    ("same_law", ANY): Tolerance(
+        "max_abs", 1e-9, "logarithms on one side, products on the other, float64"
+    ),
+    ("chi_square", ANY): Tolerance(
+        "surprise",
+        3.0,
+        "-log10 of the p value: significance 1e-3 per test, seeds fixed, so it passes or fails "
+        "always",
+    ),
+    # ---- a recorded serving engine ----
+    ("engine_tokens", ANY): Tolerance(
+        "differing_share",
+        0.1,
+        "of all teacher-forced rows of a folder; exact arithmetic differs from the recorded bf16 "
+        "engine in 7.6 per cent, and the engine's own two runs part as well",
+    ),
+    ("engine_margin", ANY): Tolerance(
+        "margin", 1.0, "as for recorded bf16 choices: bf16 moves single logits by that much"
+    ),
+    ("engine_router_gap", ANY): Tolerance(
+        "gap",
+        1e-2,
+        "half of what bf16 moves a score by on injected inputs: below it the engine may have "
+        "chosen another expert, which moves logits by several units",
+    ),
+    ("engine_kl", ANY): Tolerance(
+        "kl_ratio",
+        1.5,
+        "median KL to the engine over the median KL of torch_ref in bf16 (H) to the published "
+        "float32: two bf16 programs may differ by both their noises, sqrt(2) in amplitude",
+    ),
+    ("engine_top1", ANY): Tolerance(
+        "top1_below",
+        0.03,
+        "share of equal best tokens, below that of the published code in bf16 and in float32",
+    ),
+    ("engine_reference", F32): Tolerance(
+        "kl_median", 1e-8, "both are float32 runs of one function; measured 1e-12 to 1e-11"
+    ),
     # ---- FP8 latent cache ----
     ("fp8_scale", ANY): Tolerance(
         "rms",
