@@ -182,7 +182,7 @@ def main(argv: list[str] | None = None) -> int:
     """Measure, print, write; the exit status says whether the ratio is within the limit."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("checkpoint", nargs="?", type=Path, help="default: a temporary `big` one")
-    parser.add_argument("--json", type=Path, help="write the result file here")
+    parser.add_argument("--json", help="write the result file here ('-' for standard output)")
     parser.add_argument("--limit", type=float, default=LIMIT, help="largest allowed ratio")
     parser.add_argument("--measure-here", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
@@ -201,10 +201,12 @@ def main(argv: list[str] | None = None) -> int:
     parts = ["python -m bench.loader_memory", *(sys.argv[1:] if argv is None else argv)]
     report = result(figures, " ".join(parts), args.limit)
     report["conditions"]["checkpoint"] = source
-    print_table(report)
+    if args.json != "-":
+        print_table(report)
     if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps(report, indent=1) + "\n")
+        from jax_impl.output import write_json
+
+        write_json(args.json, report)
     within = figures["ratio"] <= args.limit
     if not within:
         print(f"ratio {figures['ratio']:.3f} exceeds {args.limit}", file=sys.stderr)

@@ -15,7 +15,7 @@ from rich.progress import TransferSpeedColumn as Rate
 
 from jax_impl.backend import Backend, choose_backend
 from jax_impl.checkpoint import Checkpoint
-from jax_impl.config import ConfigError, RunConfig
+from jax_impl.config import ConfigError, ModelConfig, RunConfig
 from jax_impl.engine import Engine, describe_device
 from jax_impl.ids import parse_ids
 from jax_impl.loader import load_weights
@@ -32,28 +32,8 @@ def run_generate(path: Path, prompt: str, options: GenerateOptions) -> dict[str,
         ConfigError, CheckpointError, ValueError: input that cannot be run; before anything is
             loaded where that can be told.
     """
-    if options.steps < 1 or options.chunk < 1:
-        raise ConfigError(f"steps {options.steps}, chunk {options.chunk}: expected at least 1")
-    ids = parse_ids(prompt)
-    checkpoint = Checkpoint.open(path)
-    # a last verification may write a whole block behind the tokens that are kept
-    spare = 0 if options.draft is None else options.drafts + 1
-    length, limit = len(ids) + options.steps, checkpoint.config.max_position_embeddings
-    if length + spare > limit:
-        raise ConfigError(
-            f"{len(ids)} prompt tokens and {options.steps} steps: {length + spare} tokens (drafts "
-            f"included), but the model limit is {limit}; ask for fewer steps"
-        )
-    run = RunConfig(
-        profile=options.profile,
-        compute=options.compute,
-        kv_dtype=options.kv_dtype,
-        kv_scale=options.kv_scale,
-        slots=1,
-        pages=-(-(length + spare) // max(options.page_size, 1)),
-        page_size=options.page_size,
-        decode_backend=options.backend,
-    )
+    checkpoint, ids = Checkpoint.open(path), parse_ids(prompt)
+    run = _settings(checkpoint.config, ids, options)
     backend = choose_backend(run)
     if options.draft is not None:
         from jax_impl.generate_draft import speculative
@@ -75,6 +55,40 @@ def run_generate(path: Path, prompt: str, options: GenerateOptions) -> dict[str,
         "excluded": "loading, prefill and the first decode step (compilation)",
     }
     return {"prompt_ids": ids} | found | {"conditions": conditions | found.get("conditions", {})}
+
+
+def _settings(config: ModelConfig, ids: list[int], options: GenerateOptions) -> RunConfig:
+    """Run settings with just enough pages; refuses what the model cannot do, all at once."""
+    # a last verification may write a whole block behind the tokens that are kept
+    spare = 0 if options.draft is None else options.drafts + 1
+    length = len(ids) + options.steps + spare
+    outside = [i for i in ids if i >= config.vocab_size]
+    problems = []
+    if options.steps < 1 or options.chunk < 1:
+        problems.append(f"steps {options.steps}, chunk {options.chunk}: expected at least 1")
+    if length > config.max_position_embeddings:
+        problems.append(
+            f"{len(ids)} prompt tokens and {options.steps} steps: {length} tokens (drafts "
+            f"included), but the model limit is {config.max_position_embeddings}; ask for fewer"
+        )
+    if outside:
+        problems.append(f"prompt ids outside 0..{config.vocab_size - 1}: {outside[:5]}")
+    if not 0.0 <= options.temperature < float("inf"):
+        problems.append(f"temperature {options.temperature}: expected 0 (greedy) or above")
+    if not 0 <= options.seed < 2**32:
+        problems.append(f"seed {options.seed}: expected 0..{2**32 - 1}")
+    if problems:
+        raise ConfigError("not started:" + "".join(f"\n  - {p}" for p in problems))
+    return RunConfig(
+        profile=options.profile,
+        compute=options.compute,
+        kv_dtype=options.kv_dtype,
+        kv_scale=options.kv_scale,
+        slots=1,
+        pages=-(-length // max(options.page_size, 1)),
+        page_size=options.page_size,
+        decode_backend=options.backend,
+    )
 
 
 def _plain(

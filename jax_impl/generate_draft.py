@@ -12,7 +12,7 @@ from jax_impl.acceptance_config import SYNTHETIC_LABEL, Acceptance
 from jax_impl.backend import Backend
 from jax_impl.cache import StepInputs, make_cache
 from jax_impl.checkpoint import Checkpoint
-from jax_impl.config import ConfigError, RunConfig
+from jax_impl.config import RunConfig
 from jax_impl.draft_weights import load_draft, open_draft
 from jax_impl.generate import load_with_progress, not_finite, steps_progress
 from jax_impl.speculate import build_speculative_prefill, build_speculative_step
@@ -25,14 +25,13 @@ def speculative(
     """Generate with a drafter. A forced run (rule `synthetic`) returns no text.
 
     Raises:
-        ConfigError: drafter, rule, drafts, ids or temperature do not fit; before weights load.
+        ConfigError: drafter, rule or drafts do not fit; before weights load.
         CheckpointError: the draft checkpoint is damaged.
     """
     method = Acceptance(options.accept, options.drafting, options.accept_length)
     method.require(options.drafts)
     draft_checkpoint = open_draft(options.draft)
     draft_checkpoint.config.require_target(checkpoint.config)
-    _check(checkpoint, ids, options)
     static, draft = Static(checkpoint.config, run), DraftStatic(draft_checkpoint.config, run)
     build = (static, draft, backend, method, options.drafts)
     weights = load_with_progress(checkpoint, run)
@@ -65,19 +64,6 @@ def speculative(
     return _result(produced, counts, times, method, options, stop) | {
         "first_token_s_with_compilation": first_token
     }
-
-
-def _check(checkpoint: Checkpoint, ids: list[int], options: Any) -> None:
-    vocab, bad = checkpoint.config.vocab_size, []
-    outside = [i for i in ids if i >= vocab]
-    if outside:
-        bad.append(f"prompt ids outside 0..{vocab - 1}: {outside[:5]}")
-    if not 0.0 <= options.temperature < float("inf"):
-        bad.append(f"temperature {options.temperature}: expected 0 (greedy) or above")
-    if not 0 <= options.seed < 2**32:
-        bad.append(f"seed {options.seed}: expected 0..{2**32 - 1}")
-    if bad:
-        raise ConfigError("; ".join(bad))
 
 
 def _chunk(ids: list[int], first: int, width: int, run: RunConfig, options: Any) -> StepInputs:

@@ -39,7 +39,8 @@ def load_weights(
 
     Raises:
         DoesNotFitError: weights (and cache) exceed the device's free memory; nothing was read.
-        CheckpointError: a scale byte is NaN (E8M0 255); names the tensor and the group.
+        CheckpointError: a value is not finite or a scale byte is NaN (E8M0 255); names tensor and
+            place.
     """
     free = free_device_bytes()
     if free is not None:
@@ -144,7 +145,7 @@ def _parts(
     """One layer of an array: in one block if it is small, else each part by rows."""
     sizes = [int(np.prod(p.shape, dtype=np.int64)) * BYTES[array.dtype] for p in array.parts]
     if sum(sizes) <= BLOCK_BYTES:
-        block = np.concatenate([reader.read(prefix + p.key, p) for p in array.parts], axis=0)
+        block = np.concatenate([_finite(reader, prefix + p.key, p) for p in array.parts], axis=0)
         block = block.reshape(*(1 for _ in lead), *block.shape)
         yield _start(block, *lead), block
         return
@@ -153,7 +154,7 @@ def _parts(
         rows = part.shape[0]
         step = max(1, BLOCK_BYTES * rows // size)
         for first in range(0, rows, step):
-            data = reader.read(prefix + part.key, part, rows=(first, min(first + step, rows)))
+            data = _finite(reader, prefix + part.key, part, (first, min(first + step, rows)))
             block = data.reshape(*(1 for _ in lead), *data.shape)
             yield _start(block, *lead, row + first), block
         row += rows
@@ -173,6 +174,26 @@ def _experts(
             block[0, i, row : row + data.shape[0]] = data
             row += data.shape[0]
     return block
+
+
+def _finite(
+    reader: Reader, name: str, part: Part, rows: tuple[int, int] | None = None
+) -> np.ndarray:
+    """Read a float tensor (or rows of it), refusing what is not finite.
+
+    Some of it would show in no output: a NaN selection bias means an expert never chosen.
+    """
+    data = reader.read(name, part, rows=rows)
+    # the exponent bits tell, and reading them is faster than a test in bf16
+    bits, ones = (np.uint16, 0x7F80) if data.dtype.itemsize == 2 else (np.uint32, 0x7F800000)
+    bad = np.argwhere((np.ascontiguousarray(data).view(bits) & ones) == ones)
+    if bad.size:
+        first = bad[0] + np.array([rows[0] if rows else 0, *[0] * (data.ndim - 1)])
+        raise CheckpointError(
+            f"{name}: {len(bad)} value(s) that are NaN or infinite, the first at {first.tolist()}; "
+            "expected finite numbers. The file is damaged: fetch it again."
+        )
+    return data
 
 
 def _refuse_nan_scales(name: str, data: np.ndarray) -> None:

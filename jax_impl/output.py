@@ -34,11 +34,21 @@ def write_json(target: str, result: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file by way of a temporary one beside it, so that nobody sees half of it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Write a file by way of a temporary one beside it, so that nobody sees half of it.
+
+    Raises:
+        ValueError: nothing can be written there; says why.
+    """
+    if path.is_dir():
+        raise ValueError(f"{path}: is a directory; expected the name of a file to write")
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         partial.write_text(text)
         partial.replace(path)
+    except OSError as error:
+        raise ValueError(
+            f"{path}: cannot be written: {error.strerror}; choose a file elsewhere"
+        ) from None
     finally:
         partial.unlink(missing_ok=True)

@@ -20,7 +20,7 @@ class Run:
     """Runs suites over the recorded folders that come with the package."""
 
     suite: str = "ops,model,mutants"
-    """Suites, separated by commas: ops, model, mutants."""
+    """Suites, separated by commas: ops, model, mutants, dspark, accept, vllm."""
     report: Path | None = None
     """Directory for index.html and parity.json."""
     json: str | None = None
@@ -66,15 +66,16 @@ def main(arguments: list[str] | None = None) -> int:
     """Parses the command line, runs it, returns the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
     command = tyro.cli(Command, args=arguments, prog="python -m parity", description=__doc__)  # type: ignore[arg-type]
-    from parity import commands
+    from parity import commands, report
 
+    if problems := report.unwritable(command.json, command.report):
+        print("error: " + "\n".join(problems), file=sys.stderr)
+        return 2
     try:
         verdicts = commands.execute(command)
     except commands.BadInput as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    from parity import report
-
     report.deliver(verdicts, ["parity", *arguments], command.json, command.report)
     return 0 if report.good(verdicts) else 1
 

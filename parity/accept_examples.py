@@ -123,9 +123,7 @@ _RACE_FULL = tuple(
     Example(f"race {i}", (1, 0, 2), u, tokens)
     for i, (u, tokens) in enumerate(zip(_RACE_UNIFORMS, ((1, 0, 2, 3), (1, 1), (0,)), strict=True))
 )  # the bonus row's winner is token 3: 0.5 / 0.4 is the largest share over its clock
-_RACE_POINT = tuple(
-    Example(f"race {i}", (1, 0, 2), u, (0,)) for i, u in enumerate(_RACE_UNIFORMS)
-)
+_RACE_POINT = tuple(Example(f"race {i}", (1, 0, 2), u, (0,)) for i, u in enumerate(_RACE_UNIFORMS))
 
 GROUPS: tuple[Group, ...] = (
     Group("greedy, standard", "standard", False, 0.0, _GREEDY, GREEDY_LOGITS),

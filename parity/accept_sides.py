@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -18,7 +19,7 @@ import torch
 from jax_impl import acceptance
 from jax_impl.acceptance import Rows
 from jax_impl.acceptance_config import Acceptance
-from jax_impl.sampling import Filters
+from jax_impl.sampling import Filters, log_probabilities
 from torch_ref import speculation
 from torch_ref.speculation import Rule, Sampling
 
@@ -52,6 +53,36 @@ class Decided(NamedTuple):
     last: np.ndarray
 
 
+@partial(jax.jit, static_argnums=0)
+def _decide(method, logits, drafts, draft_logits, temperature, uniforms, noise, limits):
+    at = jnp.arange(logits.shape[0])
+    tokens, count = acceptance.accept(
+        method, logits, drafts, draft_logits, temperature, uniforms,
+        lambda row: noise[at, row], limits,
+    )  # fmt: skip
+    p = log_probabilities(logits, temperature, limits)
+    q = None if draft_logits is None else log_probabilities(draft_logits, temperature)
+    rows = Rows(p, drafts, q)
+    weights = acceptance.last_weights(rows, count - 1, block=method.rule == "block")
+    return tokens, count, weights
+
+
+@jax.jit
+def _block_numbers(rows: Rows):
+    return acceptance.carried(rows)[:, 1:], acceptance.block_thresholds(rows)
+
+
+@partial(jax.jit, static_argnums=1)
+def _numbers(rows: Rows, rule: str):
+    """Thresholds [N, K] and, by accepted count, following distributions [K + 1, N, V]."""
+    block = rule == "block"
+    token_by_token = jnp.exp(jnp.minimum(rows.log_ratio, 0.0))
+    h = acceptance.block_thresholds(rows) if block else token_by_token
+    n, k = rows.drafts.shape
+    last = [acceptance.last_weights(rows, jnp.full(n, a), block=block) for a in range(k + 1)]
+    return h, jnp.stack(last)
+
+
 class JaxSide:
     """`jax_impl`."""
 
@@ -60,26 +91,23 @@ class JaxSide:
     def decide(self, setting: Setting, batch: Batch) -> Decided:
         """All steps at once, in the dtype of the logits."""
         with jax.enable_x64(batch.logits.dtype == np.float64):
-            method, b = Acceptance(setting.rule, "greedy", *setting[1:]), batch
-            real = lambda a: jnp.asarray(a, b.logits.dtype)  # noqa: E731
-            q = None if b.draft_logits is None else real(b.draft_logits)
-            noise, at = real(b.noise), jnp.arange(len(b.drafts))
-            limits = None
+            b, rows = batch, len(batch.drafts)
+            pad = -rows % 8  # few shapes, few compilations
+            full = lambda a: np.concatenate([a, a[:1].repeat(pad, 0)])  # noqa: E731
+            real = lambda a: jnp.asarray(full(a), dtype)  # noqa: E731
+            limits, dtype = None, b.logits.dtype
             if b.filters is not None:
-                top_k, top_p, min_p = zip(*b.filters, strict=True)
-                limits = Filters(jnp.asarray(top_k, jnp.int32), real(top_p), real(min_p))
-            heat, drafts = real(b.temperature), jnp.asarray(b.drafts, jnp.int32)
-            tokens, count = acceptance.accept(
-                method, real(b.logits), drafts, q, heat, real(b.uniforms),
-                lambda row: noise[at, row], limits,
+                top_k, top_p, min_p = (np.array(f) for f in zip(*b.filters, strict=True))
+                limits = Filters(real(top_k).astype(jnp.int32), real(top_p), real(min_p))
+            tokens, count, weights = _decide(
+                Acceptance(setting.rule, "greedy", *setting[1:]), real(b.logits),
+                real(b.drafts).astype(jnp.int32),
+                None if b.draft_logits is None else real(b.draft_logits),
+                real(b.temperature), real(b.uniforms), real(b.noise), limits,
             )  # fmt: skip
-            log_p = acceptance.log_probabilities(real(b.logits), heat, limits)
-            log_q = None if q is None else acceptance.log_probabilities(q, heat)
-            weights = acceptance.last_weights(
-                Rows(log_p, drafts, log_q), count - 1, block=setting.rule == "block"
-            )
-            weights = np.asarray(weights, np.float64)
-        emitted = [t[:n].tolist() for t, n in zip(np.asarray(tokens), count, strict=True)]
+            tokens, count = np.asarray(tokens)[:rows], np.asarray(count)[:rows]
+            weights = np.asarray(weights, np.float64)[:rows]
+        emitted = [t[:n].tolist() for t, n in zip(tokens, count, strict=True)]
         return Decided(emitted, weights / weights.sum(-1, keepdims=True))
 
     def block_numbers(
@@ -88,9 +116,9 @@ class JaxSide:
         """Carried products c_1.. and thresholds h_0.. of the valid drafts, float64."""
         with jax.enable_x64(True):
             rows = _rows(p[None], None if q is None else q[None], np.array([drafts]))
-            valid = int(rows.valid.sum())
-            c, h = acceptance.carried(rows)[0, 1:], acceptance.block_thresholds(rows)[0]
-            return np.exp(np.asarray(c))[:valid], np.asarray(h)[:valid]
+            valid = len(drafts) - drafts.count(-1)
+            c, h = (np.asarray(x)[0, :valid] for x in _block_numbers(rows))
+            return np.exp(c), h
 
     def schedule(self, setting: Setting, k: int) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Unconditional and conditional acceptance rates."""
@@ -109,16 +137,7 @@ class JaxSide:
             q = np.eye(size)[q.argmax(-1)]
         with jax.enable_x64(True):
             rows = _rows(p, None if point else q, paths)
-            if rule == "block":
-                h = np.asarray(acceptance.block_thresholds(rows))
-            else:
-                h = np.exp(np.minimum(np.asarray(rows.log_ratio), 0.0))
-            last = [
-                np.asarray(
-                    acceptance.last_weights(rows, jnp.full(len(paths), a), block=rule == "block")
-                )
-                for a in range(k + 1)
-            ]
+            h, last = (np.asarray(x) for x in _numbers(rows, rule))
         ends = _ends(h, last_success=rule == "block")
         drawn = np.prod(np.take_along_axis(q, paths[..., None], 2)[..., 0], axis=1)
         joint = np.zeros((size,) * (k + 1))
@@ -148,10 +167,14 @@ class TorchSide:
             q = None if batch.draft_logits is None else real(batch.draft_logits[i])
             outcomes.append(
                 speculation.accept(
-                    rule, real(batch.logits[i]), drafts.tolist(),
+                    rule,
+                    real(batch.logits[i]),
+                    drafts.tolist(),
                     Sampling(float(batch.temperature[i]), **limits),
-                    draft_logits=q, uniforms=batch.uniforms[i], noise=real(batch.noise[i]),
-                )  # fmt: skip
+                    draft_logits=q,
+                    uniforms=batch.uniforms[i],
+                    noise=real(batch.noise[i]),
+                )
             )
         last = np.stack([o.last.double().numpy() for o in outcomes])
         return Decided([o.tokens for o in outcomes], last)

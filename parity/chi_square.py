@@ -74,9 +74,7 @@ class Sampler:
         checkpoint = open_draft(directory / "draft")
         self.small = load_draft(checkpoint)
         each = -(-(len(PROMPT) + 3 * (K + 1)) // PAGE)
-        run = RunConfig(
-            compute="float32", slots=BATCH, pages=each * BATCH, page_size=PAGE
-        )  # type: ignore[arg-type]
+        run = RunConfig(compute="float32", slots=BATCH, pages=each * BATCH, page_size=PAGE)  # type: ignore[arg-type]
         self.static, self.draft = Static(config, run), DraftStatic(checkpoint.config, run)
         self.table = np.arange(each * BATCH, dtype=np.int32).reshape(BATCH, each)
 
@@ -118,9 +116,12 @@ class Sampler:
         return int(build_step(self.static)(self.weights, cache, inputs)[1].token[0])
 
     def sample(self, method: Acceptance, rounds: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """First two emitted tokens [N, 2], accepted counts of the first step [N], and the
-        drafter's own law of the first draft [X] (a single token where it takes the largest).
-        """  # fmt: skip
+        """Runs `rounds` batches, each request with a seed of its own.
+
+        Returns:
+            First two emitted tokens [N, 2], accepted counts of the first step [N], and the
+            drafter's own law of the first draft [X] (one token where it takes the largest).
+        """
         both, drawn = (self.weights, self.small), method.drafting == "probabilistic"
         settings = self.static, self.draft, AUTO, method, K
         prefill, step = build_speculative_prefill(*settings), build_speculative_step(*settings)

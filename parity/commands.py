@@ -8,11 +8,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from parity.folders import Folder, FolderError, open_folder
+from parity.folders import Folder, FolderError, open_folder, operations, tensor_names
 from parity.verdict import Verdict, Where, not_run
 
 RECORDED = Path(__file__).parent / "golden"
-SUITES = ("ops", "model", "mutants")
+SUITES = ("ops", "model", "mutants", "dspark", "accept", "vllm")
 
 
 class BadInput(ValueError):
@@ -49,6 +49,11 @@ def run(suite: str) -> list[Verdict]:
 
             found += _progress("mutants", check_mutants(RECORDED))
             continue
+        if name == "accept":
+            from parity.accept_suite import check_accept
+
+            found += _progress("accept", check_accept())
+            continue
         folders = [d for d in sorted(RECORDED.iterdir()) if d.is_dir()]
         chosen = [f for f in map(open_folder, folders) if f.kind == name]
         if not chosen:
@@ -56,29 +61,75 @@ def run(suite: str) -> list[Verdict]:
                 not_run(Where(name, str(RECORDED), "-"), "all", "no recorded folder found")
             )
         for folder in chosen:
-            found += _progress(folder.name, check_folder(folder))
+            found += _progress(folder.name, _survived(folder))
         if name == "ops":
             from parity.case_check import check_cases
 
             found += _progress("cases", check_cases())
+        if name == "dspark":
+            from parity.dspark_pair import check_dspark_pair
+
+            found += _progress("pair", check_dspark_pair())
     return found
 
 
 def golden(directories: Iterable[Path]) -> list[Verdict]:
     """Any recorded folders, judged by their kind."""
-    try:
-        folders = [open_folder(d) for d in directories]
-    except FolderError as error:
-        raise BadInput(str(error)) from None
+    folders: list[Folder] = []
+    problems: list[str] = []
+    for directory in directories:
+        try:
+            folders.append(open_folder(directory))
+            problems += _damage(folders[-1])
+        except FolderError as error:
+            problems.append(str(error))
+    if problems:
+        raise BadInput("\n".join(problems))
     if not folders:
         raise BadInput("golden: no directory given; expected at least one recorded folder")
     found: list[Verdict] = []
     for folder in folders:
-        try:
-            found += _progress(folder.name, check_folder(folder))
-        except FolderError as error:
-            raise BadInput(str(error)) from None
+        found += _progress(folder.name, _survived(folder))
     return found
+
+
+def _damage(folder: Folder) -> list[str]:
+    """What cannot be read in a folder, as far as headers and sidecars tell."""
+    found: list[str] = []
+    for file in sorted(folder.path.glob("*.safetensors")):
+        try:
+            tensor_names(file)
+        except FolderError as error:
+            found.append(str(error))
+    if folder.kind == "ops":
+        try:
+            list(operations(folder.path))
+        except FolderError as error:
+            found.append(str(error))
+    if folder.kind == "model":
+        from jax_impl.checkpoint import Checkpoint, CheckpointError
+        from jax_impl.config import ConfigError
+
+        try:
+            Checkpoint.open(folder.path)
+        except (CheckpointError, ConfigError) as error:
+            found.append(str(error))
+    return found
+
+
+def _survived(folder: Folder) -> Iterator[Verdict]:
+    """`check_folder`, in which an error ends this folder only and is a verdict of its own."""
+    try:
+        yield from check_folder(folder)
+    except (KeyError, ValueError, IndexError, TypeError) as error:
+        where = Where(folder.kind, folder.name, "-")
+        yield not_run(
+            where,
+            "all the rest",
+            f"{folder.path}: {type(error).__name__}: {error}. Its other comparisons did not run: "
+            "check names, shapes and dtypes of what it records against parity/golden/README.md; "
+            "if they agree, this is a defect of the comparison.",
+        )
 
 
 def check_folder(folder: Folder) -> Iterator[Verdict]:
@@ -102,6 +153,14 @@ def check_folder(folder: Folder) -> Iterator[Verdict]:
             yield from check_layers(folder)
         except (CheckpointError, ConfigError) as error:
             raise BadInput(str(error)) from None
+    elif folder.kind == "dspark":
+        from parity.golden_dspark import check_dspark
+
+        yield from check_dspark(folder)
+    elif folder.kind == "vllm":
+        from parity.golden_vllm import check_vllm
+
+        yield from check_vllm(folder)
     else:
         where = Where(folder.kind, folder.name, "-")
         yield not_run(where, "all", f"comparison of kind {folder.kind!r} is not implemented")

@@ -10,6 +10,7 @@ import torch
 
 from parity.golden_dspark import EPS, Arrays, DraftCase
 from parity.op_torch import DTYPES
+from parity.torch_threads import one_thread
 from torch_ref.draft import Draft
 from torch_ref.model import Model
 from torch_ref.numerics import Numerics
@@ -32,6 +33,10 @@ class Runner:
 
     def __call__(self, case: DraftCase) -> Arrays:
         """Context in two pieces, then one block."""
+        with one_thread():
+            return self._run(case)
+
+    def _run(self, case: DraftCase) -> Arrays:
         draft, state = self.draft, self.draft.new_state()
         streams: dict[str, torch.Tensor] = {}
         taps = torch.from_numpy(case.taps)

@@ -140,6 +140,7 @@ def _run(where: Where, directory: Path, steps: int) -> Iterator[Verdict]:
 
 def torch_text(directory: Path, where: Where, steps: int) -> Text:
     """The same with `torch_ref`."""
+    from parity.torch_threads import one_thread
     from torch_ref.draft import Draft
     from torch_ref.model import Model
     from torch_ref.numerics import Numerics
@@ -148,7 +149,8 @@ def torch_text(directory: Path, where: Where, steps: int) -> Text:
     nm = Numerics(DTYPES[where.dtype], where.profile)
     target = Model.load(directory / "target", nm)
     draft = Draft.load(directory / "draft", target, nm)
-    found = generate(target, draft, PROMPT.tolist(), steps, K, Rule("standard"))
+    with one_thread():
+        found = generate(target, draft, PROMPT.tolist(), steps, K, Rule("standard"))
     return Text(found.ids, found.accepted)
 
 
@@ -167,9 +169,7 @@ def _equal(where: Where, quantity: str, got: list[int], want: list[int], unit: s
     return verdict
 
 
-def against_plain(
-    where: Where, ids: list[int], plain: np.ndarray, margins: np.ndarray
-) -> Verdict:
+def against_plain(where: Where, ids: list[int], plain: np.ndarray, margins: np.ndarray) -> Verdict:
     """Equal up to the first place where the plain margin allows another choice."""
     found = {"margin": 0.0} | metrics.first_divergence(np.array(ids), plain, margins)
     equal = found["equal_prefix"]

@@ -75,7 +75,7 @@ def check_dspark(
             at = where.at(dtype=dtype, profile=profile, ours=side)
             try:
                 drafter = _side(side)(folder.path, target, dtype, profile, cases)
-            except (ValueError, OSError) as error:  # ConfigError and CheckpointError are ValueErrors
+            except (ValueError, OSError) as error:  # also the errors of both loaders
                 yield not_run(at, "all", f"this side cannot load the pair: {error}")
                 break
             for case in cases:

@@ -7,6 +7,7 @@ at the end, and the agreement of whole, windowed, stepwise and batched processin
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 import numpy as np
@@ -15,12 +16,28 @@ from parity import metrics
 from parity.driver import ROWS, WINDOW, Arrays, Driver, Sequence, Session, greedy, in_windows
 from parity.folders import Folder
 from parity.tolerances import tolerance
-from parity.verdict import Verdict, Where, compare, failed, judge, not_run
+from parity.verdict import Verdict, Where, compare, failed, judge, not_recorded, not_run
 
 RUNS = (("float32", "H"), ("float32", "V"), ("bfloat16", "H"), ("bfloat16", "V"))
 EPS = 1e-6  # latent norms of the published file
 PARTS = ("whole", "stepwise", "windows")
-_NEEDED = ("prompt_ids", "greedy_ids", "seq_ids", "logits_f64", "greedy_top2_margin_f64")
+_NEEDED = ("prompt_ids", "greedy_ids", "seq_ids", "logits_f64")
+# What a folder may record beside: a name for reports, and what the tensors are called.
+_OPTIONAL = {
+    "margins (greedy_top2_margin_f64)": r"greedy_top2_margin_f64",
+    "bf16_greedy_ids": r"bf16_greedy_ids",
+    "layer streams (seq.layerNN.prefix_sum_out)": r"seq\.layer\d\d\.prefix_sum_out",
+    "final_norm_out": r"seq\.final_norm_out",
+    "router choices (seq.layerNN.router_idx)": r"seq\.layer\d\d\.router_idx",
+    "router weights (seq.layerNN.router_weight)": r"seq\.layer\d\d\.router_weight",
+    "router gaps (seq.layerNN.router_gap)": r"seq\.layer\d\d\.router_gap",
+    "caches after the prompt": r"prompt\.layer\d\d\.(kda_state_vk|conv_state_[qkv]|mla_\w+)",
+    "caches at the end": r"seq\.layer\d\d\.(kda_state_vk|conv_state_[qkv]|mla_\w+)",
+    "a second prompt (prompt2_ids)": r"prompt2_ids",
+    "prompt2_logits_f64": r"prompt2_logits_f64",
+    "prompt2_greedy_ids": r"prompt2_greedy_ids",
+}
+_STREAMS = ("attn_norm_in", "mlp_norm_in", "attn_out", "mlp_out", "prefix_sum_out")
 
 
 def check_model(
@@ -30,12 +47,82 @@ def check_model(
 ) -> Iterator[Verdict]:
     """Compares a folder under the given (dtype, profile) runs; `parts` as in `PARTS`."""
     where = Where("model", folder.name, "-")
-    missing = [n for n in _NEEDED if n not in folder.tensors]
-    if missing:
-        yield not_run(where, "all", f"golden.safetensors lacks {', '.join(missing)}")
+    wrong = inconsistencies(folder.tensors)
+    for cause in wrong:
+        yield not_run(where, "all", f"golden.safetensors: {cause}")
+    if wrong:
         return
+    absent = [
+        n for n, p in _OPTIONAL.items() if not any(re.fullmatch(p, k) for k in folder.tensors)
+    ]
+    if absent:
+        yield not_recorded(where, "optional data", ", ".join(absent))
     for dtype, profile in runs:
         yield from ModelCheck(folder, dtype, profile).verdicts(parts)
+
+
+def inconsistencies(g: Arrays) -> list[str]:
+    """Everything that keeps recorded tensors from being compared: absent, misshapen, at odds."""
+    missing = [n for n in _NEEDED if n not in g]
+    if missing:
+        return [f"lacks {', '.join(missing)}"]
+    found: list[str] = []
+
+    def shaped(name: str, *want: int | str) -> bool:
+        """Whether `name` is recorded and has the shape `want`, where a word is any length."""
+        if name not in g:
+            return False
+        shape = g[name].shape
+        good = len(shape) == len(want) and all(
+            n > 0 if isinstance(w, str) else n == w for n, w in zip(shape, want, strict=True)
+        )
+        if not good:
+            asked = ", ".join(map(str, want))
+            found.append(f"{name} has shape {tuple(shape)}, expected ({asked}), none of them 0")
+        return good
+
+    ids = ("prompt_ids", "greedy_ids", "seq_ids", "bf16_greedy_ids", "prompt2_ids")
+    ids += ("prompt2_greedy_ids",)
+    good = {n for n in ids if shaped(n, "tokens")}
+    if not {*_NEEDED[:3]} <= good or not shaped("logits_f64", len(g["seq_ids"]), "vocabulary"):
+        return found
+    (total,), size = g["seq_ids"].shape, g["logits_f64"].shape[1]
+    for n in sorted(good):
+        if g[n].dtype.kind not in "iu":
+            found.append(f"{n} has dtype {g[n].dtype}, expected integers")
+        elif g[n].min() < 0 or g[n].max() >= size:
+            found.append(f"{n} has ids outside 0..{size - 1}, the vocabulary of logits_f64")
+    fed = np.concatenate([g["prompt_ids"], g["greedy_ids"]])
+    n = min(len(fed), total)
+    differ = np.flatnonzero(fed[:n] != g["seq_ids"][:n])
+    if differ.size or total < len(g["prompt_ids"]):
+        at = f", they part at {differ[0]}" if differ.size else ""
+        found.append(f"seq_ids is not prompt_ids followed by greedy_ids{at}")
+    shaped("greedy_top2_margin_f64", len(g["greedy_ids"]))
+    for name in ("logits_f32", "logits_bf16"):
+        shaped(name, total, size)
+    if "prompt2_ids" in good:
+        shaped("prompt2_logits_f64", len(g["prompt2_ids"]), size)
+        if "prompt2_greedy_ids" in good:
+            shaped("prompt2_greedy_top2_margin_f64", len(g["prompt2_greedy_ids"]))
+    elif "prompt2_ids" not in g and (lost := sorted(k for k in g if k.startswith("prompt2_"))):
+        found.append(f"{', '.join(lost)} cannot be compared without prompt2_ids")
+    for name in sorted(g):
+        match = re.fullmatch(r"(seq|prompt)\.(?:layer\d\d\.)?(\w+)", name)
+        rows = total if match and match[1] == "seq" else len(g["prompt_ids"])
+        if not match:
+            continue
+        if match[2] == "router_weight" and name.replace("_weight", "_idx") in g:
+            shaped(name, *g[name.replace("_weight", "_idx")].shape)
+        elif match[2] == "router_gap":
+            shaped(name, rows)
+        elif match[2] in ("mla_latent", "mla_k_pe", "router_idx", "final_norm_out", *_STREAMS):
+            shaped(name, rows, "width")
+        elif match[2].startswith("conv_state_"):
+            shaped(name, "channels", "taps")
+        elif match[2] == "kda_state_vk":
+            shaped(name, "heads", "values", "keys")
+    return found
 
 
 class ModelCheck:
@@ -47,7 +134,9 @@ class ModelCheck:
         self.ids = np.asarray(self.g["seq_ids"])
         self.prompt = np.asarray(self.g["prompt_ids"])
         self.where = Where("model", folder.name, "-", dtype, profile)
-        longest = max(len(self.ids), len(self.g.get("prompt2_ids", ())) + 8)
+        fed = [len(self.g.get(f"{p}_ids", ())) + len(self.g.get(f"{q}greedy_ids", ()))
+               for p, q in (("prompt", ""), ("prompt2", "prompt2_"))]  # fmt: skip
+        longest = max(len(self.ids), *fed)
         self.driver = Driver.open(folder.path, dtype, profile, longest, mla_norm_eps=EPS)
         self.f32 = dtype == "float32"
 
@@ -84,11 +173,12 @@ class ModelCheck:
             session.step([None, (sequence, np.array([token]))], 1)
         ids = greedy(session, sequence, prompt[-1:], len(want), row=1)
         rows = sequence.rows()
-        found = metrics.first_divergence(ids, want, np.asarray(self.g["greedy_top2_margin_f64"]))
+        found = metrics.first_divergence(ids, want, self._margins("", want))
         yield self._greedy(at, "greedy_ids", ids, want, found)
         own = np.argmax(rows[len(prompt) - 1 :], -1)[: len(ids)]
         yield compare(at, "token is argmax", ids, own, "equal")
-        fed = min(len(prompt) + found["equal_prefix"], len(rows))  # later rows saw other tokens
+        fed = len(prompt) + found["equal_prefix"]  # later rows saw other tokens
+        fed = min(fed, len(rows), len(self.ids))
         yield self._logits(at, "logits", rows[:fed], self.g["logits_f64"][:fed])
         if whole is not None and self.f32:
             note = "against our own whole-sequence step"
@@ -100,7 +190,7 @@ class ModelCheck:
                 "agreement",
                 note=note,
             )
-        if self.f32 and found["equal_prefix"] == len(want):
+        if self.f32 and found["equal_prefix"] == len(want) and len(rows) == len(self.ids):
             yield from self._caches(at, "seq", session.caches(sequence))
         yield self._untouched(at, session, [sequence])
         yield from self._second_prompt(at)
@@ -111,12 +201,29 @@ class ModelCheck:
         session = Session(self.driver, seed=3)
         sequence, want = session.sequence(slot=0), np.asarray(self.g["prompt2_greedy_ids"])
         ids = greedy(session, sequence, self.g["prompt2_ids"], len(want), row=0)
-        margins = np.asarray(self.g.get("prompt2_greedy_top2_margin_f64", np.zeros(len(want))))
-        found = metrics.first_divergence(ids, want, margins)
+        found = metrics.first_divergence(ids, want, self._margins("prompt2_", want))
         yield self._greedy(at, "prompt2_greedy_ids", ids, want, found, recorded_bf16=False)
         n = len(self.g["prompt2_ids"])
-        rows, recorded = sequence.rows()[:n], self.g["prompt2_logits_f64"]
-        yield self._logits(at, "prompt2_logits", rows, recorded, "logits_short")
+        if (recorded := self.g.get("prompt2_logits_f64")) is not None:
+            rows = sequence.rows()[:n]
+            yield self._logits(at, "prompt2_logits", rows, recorded, "logits_short")
+
+    def _margins(self, prefix: str, want: np.ndarray) -> np.ndarray:
+        """Recorded margins of greedy ids, else those of the recorded logits that chose them.
+
+        Where neither is known, a float32 run has to choose the recorded id, whatever the margin;
+        in bf16, where another choice may be right, such an id is left to the float32 runs.
+        """
+        recorded = self.g.get(f"{prefix}greedy_top2_margin_f64")
+        if recorded is not None:
+            return np.asarray(recorded, np.float64)
+        found = np.full(len(want), np.inf if self.f32 else 0.0)
+        logits = self.g.get(f"{prefix}logits_f64")
+        if logits is not None:  # the row of the last prompt token chooses the first id
+            start = len(self.g[f"{prefix or 'prompt_'}ids"]) - 1
+            rows = metrics.margin_rows(logits[start : start + len(want)])
+            found[: len(rows)] = rows
+        return found
 
     def windows(self, whole: np.ndarray | None) -> Iterator[Verdict]:
         """The sequence in windows of many sizes; caches after the prompt and at the end."""
@@ -148,12 +255,13 @@ class ModelCheck:
             turn += 1
         for name, sequence, tokens, want in (
             ("prompt", first, ids, self.g["logits_f64"][: len(ids)]),
-            ("prompt2", second, other, self.g["prompt2_logits_f64"]),
+            ("prompt2", second, other, self.g.get("prompt2_logits_f64")),
         ):
             alone = Session(self.driver, seed=6)
             single = alone.sequence(slot=2)
             in_windows(alone, single, tokens, 0, [WINDOW])
-            yield self._logits(at, f"{name} logits", sequence.rows(), want)
+            if want is not None:
+                yield self._logits(at, f"{name} logits", sequence.rows(), want)
             yield compare(
                 at.at(against="jax, alone"),
                 f"{name} logits",
@@ -174,7 +282,7 @@ class ModelCheck:
             extra["rows_error"] = np.abs(got - want).max(-1).tolist()
         for kind in ("f32", "bf16"):
             published = self.g.get(f"logits_{kind}")
-            if published is not None and len(got) == len(published):
+            if published is not None and got.shape == want.shape == published.shape:
                 found = metrics.distance(published, np.asarray(want))
                 extra |= {f"published_{kind}_{m}": found[m] for m in ("max_abs", "rms")}
         want = np.asarray(want, np.float64)
@@ -240,14 +348,14 @@ class ModelCheck:
             yield "prefix_sum_out", got, after
 
     def _router(self, at: Where, name: str, own: Arrays) -> Iterator[Verdict]:
-        g = {k: np.asarray(self.g[f"seq.{name}.router_{k}"]) for k in ("idx", "weight", "gap")}
-        found = metrics.set_flips(own["ids"], g["idx"], g["gap"])
-        yield judge(at, "router_idx", found, tolerance("router_chained", at.dtype))
-        if self.f32:
-            order, want = np.argsort(own["ids"], -1), np.argsort(g["idx"], -1)
-            same = np.flatnonzero((np.sort(own["ids"], -1) == np.sort(g["idx"], -1)).all(-1))
+        idx = np.asarray(self.g[f"seq.{name}.router_idx"])
+        weight, gap = (self.g.get(f"seq.{name}.router_{k}") for k in ("weight", "gap"))
+        yield router_choice(at, own["ids"], idx, gap, "router_chained")
+        if self.f32 and weight is not None and own["ids"].shape == idx.shape:
+            order, want = np.argsort(own["ids"], -1), np.argsort(idx, -1)
+            same = np.flatnonzero((np.sort(own["ids"], -1) == np.sort(idx, -1)).all(-1))
             got = np.take_along_axis(own["weights"], order, -1)[same]
-            wanted = np.take_along_axis(g["weight"], want, -1)[same]
+            wanted = np.take_along_axis(np.asarray(weight), want, -1)[same]
             yield compare(at, "router_weight", got, wanted, "stream")
 
     def _caches(self, at: Where, prefix: str, caches: Arrays) -> Iterator[Verdict]:
@@ -269,6 +377,24 @@ class ModelCheck:
         if session.untouched(used):
             return judge(at, "unused slots and pages", {"exact": True}, tolerance("equal"))
         return failed(at, "unused slots and pages", "something wrote outside its slot or pages")
+
+
+def router_choice(
+    at: Where, got: np.ndarray, want: np.ndarray, gap: np.ndarray | None, key: str
+) -> Verdict:
+    """Chosen expert sets.
+
+    Without recorded gaps float32 has to choose the same sets, and bf16 is judged by the share of
+    rows that differ.
+    """
+    if got.shape != want.shape:
+        return failed(at, "router_idx", f"shape: found {got.shape}, expected {want.shape}")
+    note = "" if gap is not None else "gaps are not recorded"
+    gaps = np.full(len(want), np.inf) if gap is None else np.asarray(gap)
+    if gap is None and at.dtype != "float32":
+        key = "router_chained"
+    found = metrics.set_flips(got, want, gaps)
+    return judge(at, "router_idx", found, tolerance(key, at.dtype), note)
 
 
 def rmsnorm(x: np.ndarray, weight: object, eps: float) -> np.ndarray:

@@ -22,6 +22,7 @@ from parity.driver import Driver, Session
 from parity.folders import Folder
 from parity.op_torch import DTYPES
 from parity.tolerances import tolerance
+from parity.torch_threads import one_thread
 from parity.verdict import Verdict, Where, judge, not_run
 from torch_ref.model import Model
 from torch_ref.numerics import Numerics
@@ -79,7 +80,8 @@ def check_vllm(folder: Folder, runs: tuple[tuple[str, str], ...] = RUNS) -> Iter
     with tempfile.TemporaryDirectory(prefix="parity-") as scratch:
         directory = Path(scratch) / "made"
         make_checkpoint(directory, made["preset"], int(made["seed"]))
-        truth = torch_truth(directory / "target", texts, folder.tensors)
+        with one_thread():
+            truth = torch_truth(directory / "target", texts, folder.tensors)
         longest = max(len(t.fed) for t in texts)
         sides = [("jax", *run) for run in runs] + [("torch", "float32", "V")]
         for side, dtype, profile in sides:
@@ -98,10 +100,10 @@ def check_vllm(folder: Folder, runs: tuple[tuple[str, str], ...] = RUNS) -> Iter
 def read_texts(tensors: Arrays) -> list[Text]:
     """All recorded texts of all cases."""
     names = sorted({f[0] for n in tensors if (f := re.match(r"case\d+(?=\.)", n))})
+    pairs = [(c, kind) for c in names for kind in TEXTS]
     return [
-        Text(c, kind, np.asarray(tensors[f"{c}.prompt_ids"]), np.asarray(tensors[f"{c}.{kind}_ids"]))
-        for c in names
-        for kind in TEXTS
+        Text(c, kind, *(np.asarray(tensors[f"{c}.{n}_ids"]) for n in ("prompt", kind)))
+        for c, kind in pairs
         if f"{c}.prompt_ids" in tensors and f"{c}.{kind}_ids" in tensors
     ]
 

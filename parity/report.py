@@ -17,22 +17,28 @@ from typing import Any
 from parity.verdict import Verdict
 
 SCHEMA = 1
-_STYLE = {"passed": "green", "failed": "bold red", "not run": "bold yellow"}
+_STYLE = {
+    "passed": "green",
+    "failed": "bold red",
+    "not run": "bold yellow",
+    "not recorded": "cyan",
+}
+_FINE = ("passed", "not recorded")
 
 
 def summary(verdicts: list[Verdict]) -> dict[str, int]:
     """How many verdicts have which status."""
-    return {s: sum(v.status == s for v in verdicts) for s in ("passed", "failed", "not run")}
+    return {s: sum(v.status == s for v in verdicts) for s in _STYLE}
 
 
 def good(verdicts: list[Verdict]) -> bool:
     """Whether something was compared and everything asked for ran and passed."""
-    return bool(verdicts) and all(v.passed for v in verdicts)
+    return any(v.passed for v in verdicts) and all(v.status in _FINE for v in verdicts)
 
 
 def problems(verdicts: list[Verdict]) -> str:
     """Everything that did not pass, a line each; what a test says when it fails."""
-    lines = [explain(v).replace(r"\[", "[") for v in verdicts if not v.passed]
+    lines = [explain(v).replace(r"\[", "[") for v in verdicts if v.status not in _FINE]
     return "\n".join(lines) if verdicts else "nothing was compared"
 
 
@@ -84,6 +90,28 @@ def write_atomically(path: Path, text: str) -> None:
         raise
 
 
+def unwritable(json_path: str | None, report: Path | None) -> list[str]:
+    """What keeps `deliver` from writing to these places; found before the work, not after it."""
+    found, files = [], []
+    if json_path is not None and json_path != "-":
+        files.append(("--json", Path(json_path)))
+    if report is not None:
+        files += [("--report", report / "parity.json"), ("--report", report / "index.html")]
+    for option, file in files:
+        parent = next(d for d in file.absolute().parents if d.exists())
+        if file.is_dir():
+            found.append(f"{option}: {file} is a directory, expected the name of a file")
+        elif not parent.is_dir():
+            found.append(f"{option}: {parent} is a file, expected a directory")
+        else:
+            try:
+                with tempfile.TemporaryFile(dir=parent):
+                    pass
+            except OSError as error:
+                found.append(f"{option}: cannot write in {parent}: {error.strerror}")
+    return list(dict.fromkeys(found))
+
+
 def deliver(
     verdicts: list[Verdict], command: list[str], json_path: str | None, report: Path | None
 ) -> None:
@@ -99,7 +127,8 @@ def deliver(
         from parity.html import render
 
         write_atomically(report / "parity.json", text)
-        write_atomically(report / "index.html", render(verdicts, made))
+        judged = [v for v in verdicts if v.status != "not recorded"]
+        write_atomically(report / "index.html", render(judged, made))
 
 
 def print_table(verdicts: list[Verdict], *, to_stderr: bool = False) -> None:
@@ -125,7 +154,8 @@ def print_table(verdicts: list[Verdict], *, to_stderr: bool = False) -> None:
     for group in grouped(verdicts):
         w = worst(group)
         state = next(
-            (s for s in ("failed", "not run") if any(v.status == s for v in group)), "passed"
+            (s for s in ("failed", "not run", "passed") if any(v.status == s for v in group)),
+            "not recorded",
         )
         table.add_row(
             escape(w.where.folder), w.where.ours, f"{w.where.dtype}/{w.where.profile}",

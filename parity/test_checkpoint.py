@@ -410,6 +410,28 @@ def test_a_nan_scale_is_refused(tmp_path):
     assert SCALE in text and "row 7, group 0" in text and "expected 0..254" in text
 
 
+@pytest.mark.parametrize(
+    ("name", "value", "place"),
+    [
+        (
+            "language_model.model.layers.1.block_sparse_moe.gate.e_score_correction_bias",
+            np.nan,
+            "[3]",
+        ),
+        ("language_model.model.layers.0.self_attn.o_proj.weight", np.inf, "[3, 5]"),
+        ("language_model.model.layers.0.self_attn.A_log", -np.inf, "[3]"),
+    ],
+)
+def test_values_that_are_not_finite_are_refused(tmp_path, name, value, place):
+    tensor = TENSORS[name].copy()
+    tensor[(3, 5)[: tensor.ndim]] = value
+    path = write(tmp_path / "x", TENSORS | {name: tensor})
+    with pytest.raises(CheckpointError) as error:
+        load_weights(Checkpoint.open(path))
+    text = str(error.value)
+    assert name in text and f"first at {place}" in text and "expected finite" in text
+
+
 # ---- any damage ----
 
 

@@ -68,6 +68,64 @@ def test_a_kept_sequence_is_extended_as_if_it_had_been_one_prompt(model, golden_
     assert e.prefill(again) == want["greedy_ids"][0]  # in the slot and pages just released
 
 
+def test_three_sequences_in_a_padded_batch_equal_one_at_a_time_and_touch_no_other_slot(model):
+    prompts = ([7], [3, 1, 4, 1], [2, 7, 1, 8, 2, 8])  # one of a single token: history from 1 on
+    run = RunConfig(compute="float32", profile="H", slots=4, pages=32, page_size=4)
+    alone = []
+    for prompt in prompts:
+        e = engine(model, run)
+        handle = e.add(prompt)
+        e.prefill(handle)
+        for _ in range(5):
+            e.decode([handle])
+        alone.append(e.sequences[handle].ids)
+    e = engine(model, run)
+    idle = e.add([9, 9, 9])
+    e.prefill(idle)
+    slot = e.sequences[idle].slot
+    assert slot == 0  # where a pad row would land if its slot were not a marker
+    before = np.asarray(e.cache.kda_state[:, slot]), np.asarray(e.cache.conv_window[:, slot])
+    handles = [e.add(p) for p in prompts]
+    for handle in handles:
+        e.prefill(handle)
+    for _ in range(5):
+        e.decode([handles[2], handles[0], handles[1]])  # a batch of four, one row pad
+    assert [e.sequences[h].ids for h in handles] == alone
+    after = np.asarray(e.cache.kda_state[:, slot]), np.asarray(e.cache.conv_window[:, slot])
+    assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_released_slots_and_pages_serve_again(model):
+    e = engine(model)
+    for _ in range(4):  # 4 x 12 pages of the 24, 4 x 1 slot of the 3
+        handle = e.add([5] * 48)
+        e.prefill(handle)
+        e.release(handle)
+    small = e.add([1, 2, 3])
+    assert e.prefill(small) is not None
+
+
+@pytest.mark.parametrize("scale", [1.0, 4.0])
+def test_an_fp8_cache_generates_like_the_reference_with_the_same_cache(model, golden_dir, scale):
+    torch = pytest.importorskip("torch")
+    from torch_ref.model import Model, greedy
+    from torch_ref.numerics import Numerics
+
+    run = RunConfig(
+        compute="float32", profile="V", kv_dtype="float8_e4m3fn", kv_scale=scale,
+        mla_norm_eps=1e-6, slots=3, pages=24, page_size=4,
+    )  # fmt: skip
+    e = engine(model, run)
+    prompt = recorded(golden_dir)["prompt_ids"]
+    handle = e.add(prompt)
+    e.prefill(handle)
+    for _ in range(15):
+        e.decode([handle])
+    numerics = Numerics(torch.float32, "V", mla_norm_eps=1e-6, kv_dtype="fp8", kv_scale=scale)
+    want, _ = greedy(Model.load(golden_dir / "model_tiny3", numerics), torch.tensor(prompt), 16)
+    assert e.sequences[handle].ids[len(prompt) :] == want.tolist()
+
+
 def test_a_failed_sequence_is_named_and_others_go_on(model):
     e = engine(model)
     bad, good = e.add([1, 2, 3]), e.add([4, 5, 6])

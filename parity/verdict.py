@@ -11,7 +11,7 @@ import numpy as np
 from parity import metrics
 from parity.tolerances import EXACT, Tolerance, tolerance
 
-Status = Literal["passed", "failed", "not run"]
+Status = Literal["passed", "failed", "not run", "not recorded"]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Verdict:
         judged: name of the metric that the tolerance limits, `exact` for equality.
         value: that metric.
         limit: what it may be.
-        status: `not run` counts as a failure of the whole run.
+        status: `not run` counts as a failure of the whole run; `not recorded` is a remark.
     """
 
     where: Where
@@ -124,6 +124,11 @@ def failed(where: Where, quantity: str, note: str, limit: Tolerance | None = Non
 def not_run(where: Where, quantity: str, cause: str) -> Verdict:
     """Something that was asked for and did not happen."""
     return Verdict(where, quantity, "-", None, None, "", "not run", cause)
+
+
+def not_recorded(where: Where, quantity: str, what: str) -> Verdict:
+    """A remark: optional numbers that a folder does not hold, so that nothing asked for them."""
+    return Verdict(where, quantity, "-", None, None, "", "not recorded", what)
 
 
 def _join(*notes: str) -> str:
