@@ -6,6 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,4 +52,5 @@ def write_text(path: Path, text: str) -> None:
             f"{path}: cannot be written: {error.strerror}; choose a file elsewhere"
         ) from None
     finally:
-        partial.unlink(missing_ok=True)
+        with suppress(OSError):
+            partial.unlink()
