@@ -150,7 +150,8 @@ def check_forced_six(where: Where, side: Side, steps: int = 200) -> Iterator[Ver
         )  # fmt: skip
         tokens = side.decide(Setting("synthetic", 6.0), batch).tokens
         lengths = np.array([len(t) for t in tokens])
-        at = where.at(case=f"synthetic length 6{', drafts with q' if full else ''}")
+        case = f"synthetic length 6{', drafts with q' if full else ''}"
+        at = where.at(case=case, dtype="float64")
         note = f"{steps} steps emitted {lengths.min()} to {lengths.max()} tokens"
         yield compare(at, "tokens per step", lengths, np.full(steps, 6), "equal", note=note)
         emitted = np.array([t[:5] for t in tokens])

@@ -34,8 +34,10 @@ from parity.tolerances import tolerance
 from parity.verdict import Verdict, Where, judge
 
 SEED, K, BATCH, ROUNDS = 2, 7, 64, 16
-PROMPT = np.arange(40, 45)
-TEMPERATURE = 1.0
+# after these the target is undecided (2.4 nats) and the drafter off by 0.42 in total variation, so
+# that acceptance and rejection both occur; after most others one token has all the probability
+PROMPT, ANCHOR = np.array([72, 268, 82, 128, 226]), 70
+TEMPERATURE = 2.0
 METHODS = (
     Acceptance("standard", "probabilistic"),
     Acceptance("block", "probabilistic"),
@@ -89,7 +91,7 @@ class Sampler:
             seed=jnp.zeros(BATCH, jnp.uint32),
         )  # fmt: skip
 
-    def laws(self, anchor: int) -> tuple[np.ndarray, np.ndarray]:
+    def laws(self) -> tuple[np.ndarray, np.ndarray]:
         """Plain sampling after the anchor: the first token's law [X], the joint one [X, X]."""
         step, vocabulary = build_step(self.static), self.static.config.vocab_size
 
@@ -100,7 +102,7 @@ class Sampler:
             shares = np.exp(scaled - scaled.max(-1, keepdims=True))
             return shares / shares.sum(-1, keepdims=True)
 
-        known = np.append(PROMPT, anchor)
+        known = np.append(PROMPT, ANCHOR)
         first = after(np.tile(known, (BATCH, 1)))[0]
         rows = []
         for start in range(0, vocabulary, BATCH):
@@ -108,12 +110,6 @@ class Sampler:
             tokens = np.concatenate([np.tile(known, (BATCH, 1)), ids[:, None]], axis=1)
             rows.append(after(tokens)[: min(BATCH, vocabulary - start)])
         return first, first[:, None] * np.concatenate(rows)
-
-    def anchor(self) -> int:
-        """The greedy token after the prompt."""
-        cache = make_cache(self.static.config, self.static.run)
-        inputs = self.inputs(np.tile(PROMPT, (BATCH, 1)))
-        return int(build_step(self.static)(self.weights, cache, inputs)[1].token[0])
 
     def sample(self, method: Acceptance, rounds: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Runs `rounds` batches, each request with a seed of its own.
@@ -127,14 +123,15 @@ class Sampler:
         prefill, step = build_speculative_prefill(*settings), build_speculative_step(*settings)
         draft = jax.jit(partial(propose, *settings[:3], drafts=K, sample=drawn))
         empty = make_cache(self.static.config, self.static.run, draft=self.draft.config)
-        ready, out, start = prefill(*both, empty, self.inputs(np.tile(PROMPT, (BATCH, 1))))
+        ready, _, start = prefill(*both, empty, self.inputs(np.tile(PROMPT, (BATCH, 1))))
+        anchors = jnp.full(BATCH, ANCHOR, jnp.int32)
         tokens, counts = [], []
         for number in range(rounds):
             inputs = start.replace(
                 seed=jnp.arange(number * BATCH, (number + 1) * BATCH, dtype=jnp.uint32),
                 temperature=jnp.full(BATCH, TEMPERATURE, jnp.float32), draft_logits=None,
             )  # fmt: skip
-            cache, first = draft(*both, jax.tree.map(jnp.copy, ready), inputs, out.token)
+            cache, first = draft(*both, jax.tree.map(jnp.copy, ready), inputs, anchors)
             cache, one, following = step(*both, cache, first)
             _, two, _ = step(*both, cache, following)
             counts.append(np.asarray(one.count) - 1)
@@ -157,7 +154,7 @@ def check_sampled_runs(
         directory = Path(scratch) / "pair"
         make_checkpoint(directory, "tiny", SEED)
         sampler = Sampler(directory)
-        first, joint = sampler.laws(sampler.anchor())
+        first, joint = sampler.laws()
         size = len(first)
         for method in methods:
             where = Where(

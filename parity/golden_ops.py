@@ -25,7 +25,16 @@ _TWO_PROFILES = ("rmsnorm", "attn_res", "mla", "latent_moe")
 _RUNS = (("float32", "H"), ("float32", "V"), ("bfloat16", "H"), ("bfloat16", "V"))
 # Recorded to help finding a mistake; not every implementation has them as values of their own.
 _INTERNAL = {"q_absorbed", "attn_latent", "scores", "gap"}
+# Products of a few factors: every element is right by itself, however small. In sums it is not.
+_ELEMENTWISE = {
+    "situ": ("y", "y_nolinear"),
+    "gated_rmsnorm": ("y",),
+    "kda_gate": ("log_decay",),
+    "kda_recurrent": ("q_norm", "k_norm", "log_decay", "beta"),
+}
 _F32_ONLY = ("kda_gate",)  # wide in every dtype: the recorded inputs are exact in bf16
+
+_ORIGINS = (("_f64", "float64"), ("", "float64"), ("_f32", "float32"), ("_bf16", "bfloat16"))
 
 Tensors = dict[str, np.ndarray]
 
@@ -60,7 +69,7 @@ def check_operation(
 ) -> Iterator[Verdict]:  # fmt: skip
     """Compares one operation in all dtypes and profiles that it distinguishes."""
     for side in sides:
-        produced: set[str] = set()
+        produced, judged = set[str](), 0
         for dtype, profile in runs_of(op):
             if dtype not in dtypes or profile not in profiles:
                 continue
@@ -70,9 +79,15 @@ def check_operation(
             except (KeyError, ValueError, TypeError, IndexError) as error:
                 yield not_run(at, "all", f"{type(error).__name__} while running it: {error}")
                 produced |= set(_stems(tensors))
+                judged += 1
                 continue
             produced |= {_recorded_name(name) for name in found}
-            yield from compare_outputs(at, op, found, tensors, meta)
+            for verdict in compare_outputs(at, op, found, tensors, meta):
+                judged += 1
+                yield verdict
+        if not judged and not set(_stems(tensors)) - produced - _INTERNAL:
+            cause = f"the file records no result of {op!r}, such as a tensor named y_f64"
+            yield not_run(where.at(ours=side), "all", cause)
         for name in sorted(set(_stems(tensors)) - produced - _INTERNAL):
             yield not_run(where.at(ours=side), name, "recorded, but not produced by this side")
 
@@ -93,17 +108,24 @@ def compare_outputs(
     if "idx" in found:
         yield from _choice(where, found, tensors, meta)
     for name, got in sorted(found.items()):
-        want = _want(tensors, _recorded_name(name))
+        want, origin = _want(tensors, _recorded_name(name))
         if name in ("idx", "topk_weight", "scores"):
             continue
         if want is None:
-            if op == "mxfp4" and name == "quant_value":
+            if op == "mxfp4" and name == "quant_value" and "quant_input" in tensors:
                 yield _quantised(where, got, tensors)
             continue
         if name.startswith("state_") and op == "short_conv":
             want = want[..., want.shape[-1] - got.shape[-1] :]  # the oldest column is never read
         key = _tolerance_key(op, name, tensors)
-        yield compare(where, name, got, want, key, extra=_published(tensors, _recorded_name(name)))
+        at, limit_of = where.at(against=f"recorded {origin}"), None
+        if origin == "bfloat16":
+            limit_of = origin  # such a recording carries bf16 roundings itself
+        extra = _published(tensors, _recorded_name(name))
+        yield compare(at, name, got, want, key, extra=extra, judged_as=limit_of)
+        own = op == "rmsnorm" or name in _ELEMENTWISE.get(op, ())
+        if own and where.dtype == "float32" and origin != "bfloat16":
+            yield compare(at, f"{name}, each element", got, want, "op_element")
 
 
 def _tolerance_key(op: str, name: str, tensors: Tensors) -> str:
@@ -121,14 +143,17 @@ def _recorded_name(name: str) -> str:
 
 
 def _stems(tensors: Tensors) -> list[str]:
-    return [k.removesuffix("_f64") for k in tensors if k.endswith("_f64")]
+    """Names of recorded results; `_fla` ones are another published run of a result."""
+    found = [k.rsplit("_", 1)[0] for k in tensors if k.endswith(("_f64", "_f32", "_bf16"))]
+    return [k for k in dict.fromkeys(found) if not k.endswith("_fla")]
 
 
-def _want(tensors: Tensors, name: str) -> np.ndarray | None:
-    for key in (f"{name}_f64", name, f"{name}_bf16"):
-        if key in tensors:
-            return np.asarray(tensors[key], np.float64)
-    return None
+def _want(tensors: Tensors, name: str) -> tuple[np.ndarray | None, str]:
+    """The best recording of a result, and the precision that it was computed in."""
+    for suffix, origin in _ORIGINS:
+        if (found := tensors.get(f"{name}{suffix}")) is not None:
+            return np.asarray(found, np.float64), origin
+    return None, "nothing"
 
 
 def _published(tensors: Tensors, name: str) -> metrics.Metrics:
@@ -152,28 +177,66 @@ def _choice(
     In a tied row either choice is right; the expected weights then follow from the recorded scores
     at the ids that we chose.
     """
-    want = tensors.get("idx_f64", tensors.get("idx"))
-    weight = tensors.get("topk_weight_f64", tensors.get("topk_weight"))
-    if want is None or weight is None:
-        yield not_run(where, "idx", "the file records no idx and topk_weight")
+    (want, at), (weight, of) = (_want(tensors, n) for n in ("idx", "topk_weight"))
+    if want is None:
+        if weight is not None:
+            yield not_run(where, "topk_weight", "weights without idx, the experts that they are of")
         return
-    idx, weight = found["idx"].astype(np.int64), np.array(weight, np.float64)
-    gap = tensors.get(
-        "gap_f64", np.full(len(want), meta.get("checks", {}).get("min_router_gap", 1.0))
-    )
+    idx, order = found["idx"].astype(np.int64), np.argsort(want, -1)
+    want = np.take_along_axis(want.astype(np.int64), order, -1)
+    at = where.at(against=f"recorded {at}")
     if idx.shape != want.shape:
-        yield compare(where, "idx", idx, want, "equal")
+        yield compare(at, "idx", idx, want, "equal")
         return
-    yield judge(where, "idx", metrics.set_flips(idx, want, gap), tolerance("router_ids"))
-    differ = (np.sort(want, -1) != idx).any(-1) & (gap <= TIE_GAP)
-    scores = tensors.get("scores_f64")
-    if differ.any() and scores is not None:
-        chosen = np.take_along_axis(scores, idx, -1)
+    gap = _gaps(tensors, meta)
+    yield judge(at, "idx", metrics.set_flips(idx, want, gap), tolerance("router_ids"))
+    if weight is None:
+        return
+    at = where.at(against=f"recorded {of}")
+    if weight.shape != want.shape:
+        yield compare(at, "topk_weight", found["topk_weight"], weight, "router_weight")
+        return
+    weight = np.take_along_axis(weight, order, -1)
+    differ = (want != idx).any(-1) & (gap <= TIE_GAP)
+    if differ.any():
+        chosen = np.take_along_axis(_scores(tensors), idx, -1)
         scaling = meta.get("routed_scaling_factor", 1.0)
         fair = chosen / (chosen.sum(-1, keepdims=True) + 1e-20) * scaling
         weight[differ] = fair[differ]
     note = f"{int((gap <= TIE_GAP).sum())} tied rows" if (gap <= TIE_GAP).any() else ""
-    yield compare(where, "topk_weight", found["topk_weight"], weight, "router_weight", note=note)
+    yield compare(at, "topk_weight", found["topk_weight"], weight, "router_weight", note=note)
+
+
+def _scores(tensors: Tensors) -> np.ndarray:
+    """Recorded scores of all experts, else the same in float64 from the recorded inputs."""
+    if (found := tensors.get("scores_f64")) is not None:
+        return np.asarray(found, np.float64)
+    weight = tensors["weight"] if "weight" in tensors else tensors["gate.weight"]
+    logits = np.asarray(tensors["x"], np.float64) @ np.asarray(weight, np.float64).T
+    return 1 / (1 + np.exp(-logits))
+
+
+def _gaps(tensors: Tensors, meta: dict[str, Any]) -> np.ndarray:
+    """Recorded distances from another choice of experts, else the same from the scores."""
+    if (found := tensors.get("gap_f64")) is not None:
+        return np.asarray(found, np.float64)
+    bias = tensors["bias"] if "bias" in tensors else tensors["gate.e_score_correction_bias"]
+    biased, k = _scores(tensors) + np.asarray(bias, np.float64), meta["top_k"]
+    rows, experts = biased.shape
+    gap = np.full(rows, np.inf)
+    groups, kept = meta.get("num_expert_group", 1), meta.get("topk_group", 1)
+    if groups > 1:
+        grouped = biased.reshape(rows, groups, -1)
+        best = np.sort(grouped, -1)[..., -2:].sum(-1)
+        order = np.argsort(-best, -1)
+        ranked = np.take_along_axis(best, order, -1)
+        if kept < groups:
+            gap = ranked[:, kept - 1] - ranked[:, kept]
+        keep = np.zeros((rows, groups), bool)
+        np.put_along_axis(keep, order[:, :kept], True, -1)
+        biased = np.where(keep[..., None], grouped, -np.inf).reshape(rows, experts)
+    ranked = -np.sort(-biased, -1)
+    return np.minimum(gap, ranked[:, k - 1] - ranked[:, k]) if k < experts else gap
 
 
 def _quantised(where: Where, got: np.ndarray, tensors: Tensors) -> Verdict:

@@ -17,8 +17,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from jax_impl.step import build_recording_step
 from parity import metrics
-from parity.driver import Driver, Session
+from parity.driver import Driver, Session, step_inputs
 from parity.folders import Folder
 from parity.op_torch import DTYPES
 from parity.tolerances import tolerance
@@ -57,8 +58,16 @@ class Truth(NamedTuple):
 
     logits: np.ndarray  # float32 V, [T, V]
     gaps: np.ndarray  # [T, layers with experts]
+    chosen: np.ndarray  # experts, ascending, [T, layers, k]
     layers: list[int]  # 0-based
     bf16: np.ndarray | None  # bf16 H, [T, V], where the engine's log-probabilities are recorded
+
+
+class Own(NamedTuple):
+    """What a run says about a text."""
+
+    logits: np.ndarray  # [T, V]
+    chosen: np.ndarray  # as in `Truth`
 
 
 def check_vllm(folder: Folder, runs: tuple[tuple[str, str], ...] = RUNS) -> Iterator[Verdict]:
@@ -88,13 +97,14 @@ def check_vllm(folder: Folder, runs: tuple[tuple[str, str], ...] = RUNS) -> Iter
             at = where.at(dtype=dtype, profile=profile, ours=side)
             if side == "jax":
                 driver = Driver.open(directory / "target", dtype, profile, longest)
-                own = [_forced(driver, t.fed) for t in texts]
+                own = [_forced(driver, t.fed, truth[t.case, t.kind].layers) for t in texts]
             else:
-                own = [truth[t.case, t.kind].logits for t in texts]
+                own = [Own(u.logits, u.chosen) for u in (truth[t.case, t.kind] for t in texts)]
             yield from _texts(at, texts, own, truth)
-            for text, logits in zip(texts, own, strict=True):
+            for text, found in zip(texts, own, strict=True):
                 if text.kind == "greedy":
-                    yield from _distributions(at, text, logits, folder.tensors, truth)
+                    yield from _distributions(at, text, found.logits, folder.tensors, truth)
+            yield from _best_tokens(at, texts, own, folder.tensors, truth)
 
 
 def read_texts(tensors: Arrays) -> list[Text]:
@@ -124,58 +134,67 @@ def torch_truth(
         if text.kind == "greedy" and f"{text.case}.vllm_logprobs" in tensors:
             bf16 = rounded.forward(ids, rounded.new_state()).double().numpy()
         layers = sorted(gaps)
-        stacked = torch.stack([gaps[i] for i in layers], -1) if layers else logits[:, :0]
+        stacked = torch.stack([gaps[i] for i in layers], -1)
+        chosen = torch.stack([record[f"layer{i:02d}.router_idx"] for i in layers], 1)
         found[text.case, text.kind] = Truth(
-            logits.double().numpy(), stacked.double().numpy(), layers, bf16
-        )
+            logits.double().numpy(), stacked.double().numpy(), np.sort(chosen.numpy(), -1),
+            layers, bf16,
+        )  # fmt: skip
     return found
 
 
-def _forced(driver: Driver, ids: np.ndarray) -> np.ndarray:
-    """Logits [T, V] of one step of fixed width, so that all texts share one program."""
+def _forced(driver: Driver, ids: np.ndarray, layers: list[int]) -> Own:
+    """One recorded step of fixed width, so that all texts share one program."""
     session = Session(driver)
     sequence = session.sequence(slot=2)
-    session.step([(sequence, ids)], driver.longest)
-    return sequence.rows()
+    inputs = step_inputs([(sequence, ids)], driver.longest, len(sequence.pages))
+    step = build_recording_step(driver.static)
+    _, out, _, record = step(driver.weights, session.cache, inputs)
+    chosen = np.stack([np.asarray(record[f"layer{i:02d}.ids"]) for i in layers], 1)
+    logits = np.asarray(out.logits[0], np.float64)
+    return Own(logits[: len(ids)], np.sort(chosen, -1)[: len(ids)])
 
 
 # ---- tokens ----
 
 
 def _texts(
-    where: Where, texts: list[Text], own: list[np.ndarray], truth: dict[tuple[str, str], Truth]
+    where: Where, texts: list[Text], own: list[Own], truth: dict[tuple[str, str], Truth]
 ) -> Iterator[Verdict]:
     """Share of equal tokens over all texts; per text, the rows that nothing explains."""
     other, rows, notes = 0, 0, []
-    for text, logits in zip(texts, own, strict=True):
-        judged = text.judged(logits)
+    for text, found in zip(texts, own, strict=True):
+        judged = text.judged(found.logits)
         differ = np.flatnonzero(np.argmax(judged, -1) != text.ids)
         other, rows = other + len(differ), rows + len(text.ids)
         notes.append(f"{text.case} {text.kind} {len(text.ids) - len(differ)} of {len(text.ids)}")
         at = where.at(case=f"{text.case} {text.kind}, teacher-forced")
-        yield _explained(at, text, judged, differ, truth[text.case, text.kind])
-    found = {"differing_share": other / rows, "rows": rows, "differing": other}
+        yield _explained(at, text, found, differ, truth[text.case, text.kind])
+    share = {"differing_share": other / rows, "rows": rows, "differing": other}
     limit, note = tolerance("engine_tokens", where.dtype), "equal: " + ", ".join(notes)
-    yield judge(where.at(case="teacher-forced"), "best token", found, limit, note)
+    yield judge(where.at(case="teacher-forced"), "best token", share, limit, note)
 
 
-def _explained(
-    where: Where, text: Text, rows: np.ndarray, differ: np.ndarray, truth: Truth
-) -> Verdict:
-    """Every row with another best token has a small deficit or a router near-tie."""
+def _explained(where: Where, text: Text, own: Own, differ: np.ndarray, truth: Truth) -> Verdict:
+    """Every row with another best token has a small deficit, a near-tie or another expert.
+
+    Another expert: this run chose another set than exact arithmetic does, in that row.
+    """
     near = tolerance("engine_margin", where.dtype)
     tie = tolerance("engine_router_gap", where.dtype)
-    gaps = text.judged(truth.gaps)
-    smallest = gaps.min(-1, initial=np.inf)
+    rows, gaps = text.judged(own.logits), text.judged(truth.gaps)
+    flipped = text.judged((own.chosen != truth.chosen).any(-1))
     reasons, deficits, left = [], [], []
     for row in differ:
         deficit = float(rows[row].max() - rows[row, text.ids[row]])
         deficits.append(deficit)
-        layer = truth.layers[int(gaps[row].argmin())] if truth.layers else -1
         reason = f"row {row}: {deficit:.2g}"
         if deficit > near.limit:
-            reason += f", router gap {smallest[row]:.1e} in layer {layer}"
-            if smallest[row] > tie.limit:
+            at = int(gaps[row].argmin())
+            reason += f", router gap {gaps[row, at]:.1e} in layer {truth.layers[at]}"
+            others = [truth.layers[i] for i in np.flatnonzero(flipped[row])]
+            reason += f", other experts in layers {others}" if others else ""
+            if gaps[row, at] > tie.limit and not others:
                 left.append(deficit)
                 reason += " (UNEXPLAINED)"
         reasons.append(reason)
@@ -183,12 +202,14 @@ def _explained(
         "margin": max(left, default=0.0),  # of the rows that nothing explains
         "deficits": deficits,
         "rows": [int(r) for r in differ],
-        "near_tie_share": float((smallest <= tie.limit).mean()),
+        "near_tie_share": float((gaps.min(-1) <= tie.limit).mean()),
+        "flipped_share": float(flipped.any(-1).mean()),
     }
     note = (
         f"{len(differ)} of {len(text.ids)} differ; recorded token's deficit by row: "
-        f"{'; '.join(reasons) or 'none'} (deficits up to {near.limit:g} or gaps up to "
-        f"{tie.limit:g} explain a row; {found['near_tie_share']:.0%} of all rows have such a gap)"
+        f"{'; '.join(reasons) or 'none'} (a deficit up to {near.limit:g} explains a row, else a "
+        f"gap up to {tie.limit:g}, which {found['near_tie_share']:.0%} of all rows have, or other "
+        f"experts, which {found['flipped_share']:.0%} have)"
     )
     return judge(where, "differing rows", found, near, note)
 
@@ -215,27 +236,56 @@ def _distributions(
         return
     own = metrics.logit_distance(logits, np.asarray(engine, np.float64))
     pair, recorded = metrics.logit_distance(bf16, f32), metrics.logit_distance(published, f32)
-    found = own | {
-        "kl_ratio": own["kl_median"] / pair["kl_median"],
-        "top1_below": recorded["top1"] - own["top1"],
+    between = metrics.logit_distance(published, np.asarray(engine, np.float64))
+    found = own | {"kl_ratio": own["kl_median"] / pair["kl_median"]}
+    yards = {
+        "torch_ref H to published float32": pair,
+        "published bf16 to published float32": recorded,
+        "published bf16 to the engine": between,
     }
-    for name, yard in (("torch_ref_bf16", pair), ("published_bf16", recorded)):
-        found |= {f"{name}_{m}": yard[m] for m in ("kl_median", "kl_max", "top1")}
-    note = (
-        f"median KL to the engine {own['kl_median']:.2e}, largest {own['kl_max']:.2g}; bf16 "
-        f"against published float32: torch_ref H {pair['kl_median']:.2e}, published "
-        f"{recorded['kl_median']:.2e}"
+    for name, yard in yards.items():
+        found |= {f"{name}: {m}": yard[m] for m in ("kl_median", "kl_max", "top1")}
+    note = f"to the engine {own['kl_median']:.2e}, largest {own['kl_max']:.2g}; " + ", ".join(
+        f"{name} {yard['kl_median']:.2e}" for name, yard in yards.items()
     )
     yield judge(at, "median KL", found, tolerance("engine_kl", where.dtype), note)
-    note = (
-        f"equal best tokens: {own['top1']:.3f}; bf16 against published float32: published "
-        f"{recorded['top1']:.3f}, torch_ref H {pair['top1']:.3f}; the engine against published "
-        f"float32: {metrics.logit_distance(np.asarray(engine, np.float64), f32)['top1']:.3f}"
-    )
-    yield judge(at, "best tokens", found, tolerance("engine_top1", where.dtype), note)
     if where.dtype == "float32":  # the same numbers as the published code
         found = metrics.logit_distance(logits, f32)
         yield judge(
             at.at(against="published float32"), "median KL", found,
             tolerance("engine_reference", where.dtype), f"largest {found['kl_max']:.1e}",
         )  # fmt: skip
+
+
+def _best_tokens(
+    where: Where, texts: list[Text], own: list[Own], tensors: Arrays,
+    truth: dict[tuple[str, str], Truth],
+) -> Iterator[Verdict]:  # fmt: skip
+    """Equal best tokens over all recorded rows; a case alone has too few of them."""
+    names = (
+        "own to the engine", "published bf16 to the engine", "published float32 to the engine",
+        "published bf16 to published float32", "torch_ref H to published float32",
+    )  # fmt: skip
+    equal, rows = np.zeros(len(names)), 0
+    for text, found in zip(texts, own, strict=True):
+        recorded = [tensors.get(f"{text.case}.{n}") for n in ("vllm_logprobs", *_REFERENCES)]
+        bf16 = truth[text.case, text.kind].bf16
+        if text.kind != "greedy" or bf16 is None or any(r is None for r in recorded):
+            continue
+        if any(len(r) != len(bf16) for r in recorded):
+            continue  # said by `_distributions`
+        best = [np.argmax(x, -1) for x in (*recorded, found.logits, bf16)]
+        engine, exact, published, mine, rounded = best
+        pairs = (
+            (mine, engine), (published, engine), (exact, engine), (published, exact),
+            (rounded, exact),
+        )  # fmt: skip
+        equal += [np.sum(a == b) for a, b in pairs]
+        rows += len(engine)
+    if not rows:
+        return
+    share = dict(zip(names, (equal / rows).tolist(), strict=True))
+    found = share | {"top1_below": share[names[1]] - share[names[0]], "rows": rows}
+    note = f"{rows} rows; " + ", ".join(f"{name} {value:.3f}" for name, value in share.items())
+    at = where.at(case="log-probabilities")
+    yield judge(at, "equal best tokens", found, tolerance("engine_top1", where.dtype), note)

@@ -12,14 +12,16 @@ from typing import Any
 import numpy as np
 
 Metrics = dict[str, Any]
+ELEMENT_FLOOR = 1e-4
 
 
 def distance(got: np.ndarray, want: np.ndarray) -> Metrics:
     """Distances of two arrays of equal shape.
 
     Returns:
-        `max_abs`, `max_rel` (max_abs over the largest |want|), `rel_l2`, `cos_diff` (1 - 2<a,b> /
-        (|a|^2 + |b|^2)), `rms` of the difference, `worst` index of the largest difference,
+        `max_abs`, `max_rel` (max_abs over the largest |want|), `max_element` (largest error over
+        the element's own |want| plus `ELEMENT_FLOOR` of the largest), `rel_l2`, `cos_diff` (1 -
+        2<a,b> / (|a|^2 + |b|^2)), `rms` of the difference, `worst` index of the largest difference,
         `worst_got`, `worst_want`, `pattern_equal` (NaN and signed infinities at the same places),
         `exact` (equal everywhere) and `elements`.
 
@@ -37,10 +39,12 @@ def distance(got: np.ndarray, want: np.ndarray) -> Metrics:
     worst = np.unravel_index(int(size.argmax()), size.shape) if size.size else ()
     peak = float(np.abs(b0).max(initial=0.0))
     max_abs = float(size.max(initial=0.0))
+    scale = np.abs(b0) + ELEMENT_FLOOR * peak
     norms = float((a0 * a0).sum() + (b0 * b0).sum())
     return {
         "max_abs": max_abs,
         "max_rel": max_abs / peak if peak else max_abs,
+        "max_element": float((size / np.where(scale, scale, 1.0)).max(initial=0.0)),
         "rel_l2": _ratio(float(np.sqrt((error**2).sum())), float(np.sqrt((b0**2).sum()))),
         "cos_diff": float((error**2).sum()) / norms if norms else 0.0,
         "rms": float(np.sqrt((error**2).mean())) if error.size else 0.0,

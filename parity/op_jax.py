@@ -54,7 +54,7 @@ def gated_rmsnorm(t: Tensors, meta: Meta, nx: Numerics) -> Tensors:
 def short_conv(t: Tensors, meta: Meta, nx: Numerics) -> Tensors:
     """Cold start, two tokens only, then token by token; states are the columns that are read."""
     weight = jnp.asarray(t["weight"][:, 0])
-    x, further = _act(nx, t["x"]), _act(nx, t["x_step"])
+    x = _act(nx, t["x"])
     empty = jnp.zeros((x.shape[0], weight.shape[1] - 1, x.shape[2]), nx.dtype)
 
     def run(raw, window):
@@ -64,12 +64,13 @@ def short_conv(t: Tensors, meta: Meta, nx: Numerics) -> Tensors:
     cold, window = run(x, empty)
     short, short_window = run(x[:, :2], empty)
     found = {"y_cold": cold, "state_cold": window, "y_short": short, "state_short": short_window}
-    steps = []
-    for i in range(further.shape[1]):
-        y, window = run(further[:, i : i + 1], window)
-        steps.append((y[:, 0], window))
-    found["y_step"] = jnp.stack([y for y, _ in steps], 1)
-    found["state_after_step"] = jnp.stack([w for _, w in steps], 1)
+    if "x_step" in t:
+        further, steps = _act(nx, t["x_step"]), []
+        for i in range(further.shape[1]):
+            y, window = run(further[:, i : i + 1], window)
+            steps.append((y[:, 0], window))
+        found["y_step"] = jnp.stack([y for y, _ in steps], 1)
+        found["state_after_step"] = jnp.stack([w for _, w in steps], 1)
     return _numpy({k: jnp.swapaxes(v, -1, -2) if "state" in k else v for k, v in found.items()})
 
 
@@ -119,8 +120,8 @@ def router(t: Tensors, meta: Meta, nx: Numerics) -> Tensors:
     """Rows x [T, H] -> ids ascending, weights in that order."""
     logits = nx.project(_act(nx, t["x"]), _act(nx, t["weight"]))
     ids, weights = router_ops.choose_experts(
-        logits, jnp.asarray(t["bias"]), meta["top_k"], meta["num_expert_group"],
-        meta["topk_group"], meta["routed_scaling_factor"],
+        logits, jnp.asarray(t["bias"]), meta["top_k"], meta.get("num_expert_group", 1),
+        meta.get("topk_group", 1), meta.get("routed_scaling_factor", 1.0),
     )  # fmt: skip
     return _sorted_choice(ids, weights)
 

@@ -35,18 +35,19 @@ def gated_rmsnorm(t: Tensors, meta: Meta, nm: Numerics) -> Tensors:
 def short_conv(t: Tensors, meta: Meta, nm: Numerics) -> Tensors:
     """See `op_jax.short_conv`."""
     weight, rows = _wide(nm, t["weight"]), []
-    for x, further in zip(_act(nm, t["x"]), _act(nm, t["x_step"]), strict=True):
+    for i, x in enumerate(_act(nm, t["x"])):
         empty = torch.zeros(weight.shape[-1] - 1, x.shape[-1], dtype=nm.dtype)
         cold, window = ops.short_conv(x, empty, weight, nm)
         short, short_window = ops.short_conv(x[:2], empty, weight, nm)
         found = {"y_cold": cold, "y_short": short}
         found |= {"state_cold": window.T, "state_short": short_window.T}
-        steps = []
-        for one in further:
-            y, window = ops.short_conv(one[None], window, weight, nm)
-            steps.append((y[0], window.T))
-        found["y_step"] = torch.stack([y for y, _ in steps])
-        found["state_after_step"] = torch.stack([w for _, w in steps])
+        if "x_step" in t:
+            steps = []
+            for one in _act(nm, t["x_step"][i]):
+                y, window = ops.short_conv(one[None], window, weight, nm)
+                steps.append((y[0], window.T))
+            found["y_step"] = torch.stack([y for y, _ in steps])
+            found["state_after_step"] = torch.stack([w for _, w in steps])
         rows.append(found)
     return _numpy({k: torch.stack([r[k] for r in rows]) for k in rows[0]})
 
@@ -93,8 +94,8 @@ def router(t: Tensors, meta: Meta, nm: Numerics) -> Tensors:
     """See `op_jax.router`."""
     found = ops.router(
         _act(nm, t["x"]), _act(nm, t["weight"]), _wide(nm, t["bias"]), meta["top_k"], nm,
-        scaling=meta["routed_scaling_factor"], groups=meta["num_expert_group"],
-        kept_groups=meta["topk_group"],
+        scaling=meta.get("routed_scaling_factor", 1.0), groups=meta.get("num_expert_group", 1),
+        kept_groups=meta.get("topk_group", 1),
     )  # fmt: skip
     return _numpy({"idx": found.idx, "topk_weight": found.weight, "scores": found.scores})
 

@@ -14,8 +14,9 @@ from safetensors.numpy import save_file
 
 from parity.folders import open_folder
 from parity.golden_layers import check_layers
-from parity.golden_model import RUNS, check_model
+from parity.golden_model import RUNS, ModelCheck, check_model, inconsistencies, router_choice
 from parity.report import good, problems
+from parity.verdict import Where
 
 CI = {
     ("model_tiny16", "float32", "V", "whole"),
@@ -120,3 +121,64 @@ def test_all_of_float32_is_equal_in_all_greedy_ids(golden_dir):
     for name in ("model_tiny3", "model_tiny16", "model_realdims"):
         margins = open_folder(golden_dir / name).tensors["greedy_top2_margin_f64"]
         assert np.min(margins) > 0.03
+
+
+def test_all_that_is_at_odds_is_listed_at_once(golden_dir):
+    g = dict(open_folder(golden_dir / "model_tiny3").tensors)
+    assert inconsistencies(g) == []
+    g["logits_f64"] = g["logits_f64"][:-1]
+    assert len(inconsistencies(g)) == 1
+    g["logits_f64"] = open_folder(golden_dir / "model_tiny3").tensors["logits_f64"]
+    g["seq.layer02.router_gap"] = g["seq.layer02.router_gap"][:-1]
+    g["prompt2_logits_f64"] = g["prompt2_logits_f64"][:1]
+    g["greedy_ids"] = g["greedy_ids"].copy()
+    g["greedy_ids"][4] += 1
+    found = inconsistencies(g)
+    assert len(found) == 3
+    for word in ("router_gap", "prompt2_logits_f64", "part at 15"):
+        assert any(word in line for line in found)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_margins_that_are_not_recorded_follow_from_the_logits(golden_dir, dtype):
+    folder = open_folder(golden_dir / "model_tiny3")
+    check = ModelCheck(folder, dtype, "V")
+    for prefix, known in (("", 32), ("prompt2_", 1)):
+        recorded = folder.tensors.pop(f"{prefix}greedy_top2_margin_f64")
+        ids = folder.tensors[f"{prefix}greedy_ids"]
+        margins = check._margins(prefix, ids)
+        np.testing.assert_allclose(margins[:known], recorded[:known])
+        assert (margins[known:] == (np.inf if dtype == "float32" else 0.0)).all()
+
+
+def test_a_wrong_greedy_id_fails_without_recorded_margins(golden_dir):
+    folder = open_folder(golden_dir / "model_tiny3")
+    ids = folder.tensors["prompt2_greedy_ids"].copy()
+    ids[2] = (ids[2] + 1) % 256
+    folder.tensors["prompt2_greedy_ids"] = ids
+    del folder.tensors["prompt2_greedy_top2_margin_f64"]
+    found = ModelCheck(folder, "float32", "V")._second_prompt(Where("model", "m", "stepwise"))
+    bad = [v for v in found if not v.passed]
+    assert [(v.quantity, v.status) for v in bad] == [("prompt2_greedy_ids", "failed")]
+
+
+def test_without_gaps_float32_must_choose_the_same_experts():
+    want = np.array([[0, 1], [2, 3], [1, 4], [0, 2], [1, 3]])
+    got = want.copy()
+    got[1, 0] = 0
+    f32, bf16 = (Where("model", "m", "-", dtype) for dtype in ("float32", "bfloat16"))
+    assert router_choice(f32, want, want, None, "router_injected").passed
+    assert router_choice(f32, got, want, None, "router_injected").status == "failed"
+    assert router_choice(bf16, got, want, None, "router_injected").passed
+    assert router_choice(bf16, (want + 1) % 5, want, None, "router_injected").status == "failed"
+
+
+def test_a_folder_with_needed_tensors_only_passes(golden_dir):
+    folder = open_folder(golden_dir / "model_tiny3")
+    needed = ("prompt_ids", "greedy_ids", "seq_ids", "logits_f64")
+    for name in set(folder.tensors) - set(needed):
+        del folder.tensors[name]
+    found = list(check_model(folder, (("float32", "V"),), ("whole",))) + list(check_layers(folder))
+    assert good(found), problems(found)
+    notes = " ".join(v.note for v in found if v.status == "not recorded")
+    assert "prompt2_ids" in notes and "layer streams" in notes

@@ -8,7 +8,7 @@ import pytest
 
 from parity.cases import CASES, cases
 from parity.folders import open_folder, operations, read_tensors
-from parity.golden_ops import check_operation, check_ops, op_name
+from parity.golden_ops import _gaps, check_operation, check_ops, op_name
 from parity.inputs import bf16_exact, make_inputs
 from parity.report import good, problems
 from parity.verdict import Where
@@ -83,3 +83,91 @@ def test_a_recorded_result_that_nobody_produces_is_reported(golden_dir):
     where = Where("ops", "ops", stem)
     found = list(check_operation(where, stem, tensors, FILES[stem], ("jax",)))
     assert [v.quantity for v in found if v.status == "not run"] == ["y_rotated"]
+
+
+def changed(stem: str, change, sides: tuple[str, ...] = ("jax",)) -> list:
+    """Verdicts of a recorded file after `change(tensors, meta)`."""
+    tensors = {k: v.copy() for k, v in read_tensors(OPS / f"{stem}.safetensors").items()}
+    meta = dict(FILES[stem])
+    change(tensors, meta)
+    return list(
+        check_operation(Where("ops", "ops", stem), op_name(meta["op"]), tensors, meta, sides)
+    )
+
+
+def drop(*words: str):
+    """A change that removes the tensors and sidecar entries whose name holds one of `words`."""
+
+    def change(tensors, meta):
+        for named in (tensors, meta):
+            for name in [n for n in named if any(w in n for w in words)]:
+                del named[name]
+
+    return change
+
+
+def test_only_a_bf16_recording_is_judged_by_the_bf16_limit():
+    found = changed("situ", drop("_f64", "_f32"))
+    assert good(found), problems(found)
+    assert {v.where.against for v in found} == {"recorded bfloat16"}
+    assert {v.limit for v in found} == {1e-2}
+
+
+def test_a_float32_recording_is_preferred_to_a_bf16_one():
+    found = [v for v in changed("situ", drop("_f64")) if v.where.dtype == "float32"]
+    assert good(found), problems(found)
+    assert {v.where.against for v in found} == {"recorded float32"}
+    assert max(v.limit for v in found) < 1e-5
+
+
+@pytest.mark.parametrize("stem", ["situ", "short_conv", "rmsnorm"])
+def test_a_file_without_recorded_results_is_not_run(stem):
+    found = changed(stem, drop("y_", "state_", "checks"))
+    assert [v.status for v in found] == ["not run"] and "no result" in found[0].note
+
+
+@pytest.mark.parametrize(("stem", "name"), [("situ", "y_f64"), ("rmsnorm", "y_eps1e5_f64")])
+def test_one_small_wrong_element_fails(stem, name):
+    def change(tensors, meta):
+        value = tensors[name]
+        small = np.argmin(np.abs(np.abs(value) - 1e-4 * np.abs(value).max()))
+        value.flat[small] *= 1.001
+
+    bad = [v for v in changed(stem, change) if not v.passed]
+    assert bad and all("each element" in v.quantity and v.status == "failed" for v in bad)
+
+
+@pytest.mark.parametrize(
+    ("stem", "words"),
+    [
+        ("mxfp4", ("quant_input",)),
+        ("short_conv", ("step",)),
+        ("router_scaled", ("num_expert_group", "topk_group")),
+        ("router_ties", ("gap", "checks")),
+        ("router_ties", ("gap", "checks", "scores")),
+        ("router_nearties", ("topk_weight",)),
+    ],
+)
+def test_a_file_with_less_in_it_is_judged_by_the_rest(stem, words):
+    found = changed(stem, drop(*words))
+    assert good(found), problems(found)
+
+
+def test_gaps_follow_from_the_recorded_inputs():
+    for stem in ("router_k3", "router_scaled", "router_ties", "router_nearties"):
+        tensors = read_tensors(OPS / f"{stem}.safetensors")
+        recorded = tensors.pop("gap_f64")
+        np.testing.assert_allclose(_gaps(tensors, FILES[stem]), recorded, atol=1e-12)
+        del tensors["scores_f64"]
+        np.testing.assert_allclose(_gaps(tensors, FILES[stem]), recorded, atol=1e-12)
+
+
+def test_a_wrong_expert_fails_without_recorded_gaps():
+    def change(tensors, meta):
+        drop("gap", "checks", "scores")(tensors, meta)
+        row = tensors["idx_f64"][1]
+        row[0] = next(e for e in range(64) if e not in row)
+
+    assert any(
+        v.quantity == "idx" and v.status == "failed" for v in changed("router_scaled", change)
+    )

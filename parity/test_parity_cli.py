@@ -149,6 +149,72 @@ def test_a_model_folder_with_a_shard_missing_is_an_error(tmp_path, golden_dir, c
     assert "model-00002" in capsys.readouterr().err
 
 
+def test_errors_of_all_folders_are_listed_before_anything_runs(
+    small, tmp_path, monkeypatch, capsys
+):
+    ran = []
+    monkeypatch.setattr("parity.commands.check_folder", lambda f: ran.append(f) or iter(()))
+    damaged = shutil.copytree(small, tmp_path / "damaged")
+    (damaged / "situ.json").write_text("{")
+    file = damaged / "router_scaled.safetensors"
+    file.write_bytes(file.read_bytes()[:-8])
+    nowhere = tmp_path / "nowhere"
+    assert run("golden", str(small), str(nowhere), str(damaged)) == 2
+    shown = capsys.readouterr().err
+    assert not ran and all(w in shown for w in (str(nowhere), "damaged"))
+
+
+@pytest.mark.parametrize("error", [KeyError("k"), ValueError("v"), IndexError("i"), TypeError("t")])
+def test_an_error_in_one_folder_leaves_the_verdicts_of_others(
+    small, tmp_path, monkeypatch, capsys, error
+):
+    from parity import commands
+    from parity.verdict import Where, judge, tolerance
+
+    def check(folder):
+        where = Where("ops", folder.name, "-")
+        yield judge(where, "first", {"exact": True}, tolerance("equal"))
+        if folder.name == "other":
+            raise error
+
+    monkeypatch.setattr(commands, "check_folder", check)
+    other, out = shutil.copytree(small, tmp_path / "other"), tmp_path / "v.json"
+    assert run("golden", str(other), str(small), "--json", str(out)) == 1
+    found = json.loads(out.read_text())["verdicts"]
+    assert [(v["folder"], v["status"]) for v in found] == [
+        ("other", "passed"), ("other", "not run"), ("few", "passed"),
+    ]  # fmt: skip
+    assert str(other) in found[1]["note"] and type(error).__name__ in found[1]["note"]
+    assert "README" in found[1]["note"]
+
+
+def test_a_remark_neither_fails_nor_passes_a_run(capsys):
+    from parity import report
+    from parity.verdict import Where, judge, not_recorded, tolerance
+
+    where = Where("model", "f", "-")
+    remark = not_recorded(where, "optional data", "prompt2_ids")
+    passed = judge(where, "q", {"exact": True}, tolerance("equal"))
+    assert not report.good([remark]) and report.good([passed, remark])
+    assert report.summary([passed, remark])["not recorded"] == 1
+    report.print_table([passed, remark])
+    assert "NOT RECORDED" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("option", ["--json", "--report"])
+@pytest.mark.parametrize("place", ["a directory", "below a file"])
+def test_places_that_cannot_be_written_are_found_before_the_work(
+    small, tmp_path, monkeypatch, capsys, option, place
+):
+    monkeypatch.setattr("parity.commands.execute", lambda _: pytest.fail("it ran"))
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "made" / "index.html").mkdir(parents=True)
+    target = tmp_path / "file" / "x" if place == "below a file" else tmp_path / "made"
+    assert run("golden", str(small), option, str(target)) == 2
+    shown = capsys.readouterr()
+    assert option in shown.err and str(tmp_path) in shown.err and not shown.out
+
+
 def test_an_unknown_suite_lists_the_known_ones(capsys):
     assert run("run", "--suite", "ops,vibes") == 2
     shown = capsys.readouterr().err

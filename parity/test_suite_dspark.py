@@ -22,7 +22,7 @@ from parity.chi_square import METHODS, check_sampled_runs, chi_square  # noqa: E
 from parity.dspark_pair import against_plain, check_dspark_pair  # noqa: E402
 from parity.folders import open_folder  # noqa: E402
 from parity.golden_dspark import TargetError, check_dspark, find_target  # noqa: E402
-from parity.golden_vllm import Text, Truth, _explained, check_vllm  # noqa: E402
+from parity.golden_vllm import Own, Text, Truth, _explained, check_vllm  # noqa: E402
 from parity.report import good, problems  # noqa: E402
 from parity.verdict import Where  # noqa: E402
 
@@ -195,7 +195,8 @@ class WithTheDraftersLaw(TorchSide):
     """Samples what the drafter would."""
 
     def enumerate(self, rule, target, draft, k, *, point=False):
-        return super().enumerate(rule, draft, draft, k, point=point)
+        mixed = lambda c: draft(c) if len(c) < k else target(c)  # noqa: E731
+        return super().enumerate(rule, mixed, draft, k, point=point)
 
 
 def test_wrong_rules_are_found():
@@ -271,13 +272,14 @@ def test_a_pair_that_does_not_show_every_count_is_not_passed():
 # ---- the recorded engine ----
 
 
-def judged(logits, ids, gaps):
+def judged(logits, ids, gaps, *, flipped=False):
     """One row that chose ids[0] after a prompt of one token."""
     text = Text("case0", "greedy", np.array([5]), np.array(ids))
-    truth = Truth(np.array(logits, float), np.array(gaps), [1, 4], None)
-    rows = text.judged(truth.logits)
-    differ = np.flatnonzero(rows.argmax(-1) != text.ids)
-    return _explained(Where("vllm", "made up", "-"), text, rows, differ, truth)
+    chosen, logits = np.array([[[2, 3], [0, 6]]]), np.array(logits, float)
+    truth = Truth(logits, np.array(gaps), chosen, [1, 4], None)
+    own = Own(logits, chosen + np.array([[[0, 0], [0, 1]]]) * flipped)
+    differ = np.flatnonzero(text.judged(logits).argmax(-1) != text.ids)
+    return _explained(Where("vllm", "made up", "-"), text, own, differ, truth)
 
 
 def test_every_differing_row_needs_a_reason():
@@ -285,6 +287,8 @@ def test_every_differing_row_needs_a_reason():
     assert judged([near], [2], [clear]).passed  # small deficit
     explained = judged([far], [2], [tie])
     assert explained.passed and "router gap 1.0e-03 in layer 4" in explained.note
+    explained = judged([far], [2], [clear], flipped=True)
+    assert explained.passed and "other experts in layers [4]" in explained.note
     wrong = judged([far], [2], [clear])
     assert not wrong.passed and wrong.value == 3.0 and "row 0: 3" in wrong.note
     assert "UNEXPLAINED" in wrong.note

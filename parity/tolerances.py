@@ -32,6 +32,12 @@ TOLERANCES: dict[tuple[str, str], Tolerance] = {
         "max_rel", 1e-6, "f32 sums of at most some hundred terms; the published f32 run shows 3e-7"
     ),
     ("op", BF16): Tolerance("max_rel", 1e-2, _BF16_OP),
+    ("op_element", F32): Tolerance(
+        "max_element",
+        2e-6,
+        "where every element is a product of a few f32 factors, each has its own relative error; "
+        "measured up to 8.4e-7, from the argument of a sigmoid",
+    ),
     ("op_long", F32): Tolerance(
         "max_rel", 2e-6, "a recurrence of more than 32 steps collects one f32 rounding per step"
     ),
@@ -204,11 +210,17 @@ TOLERANCES: dict[tuple[str, str], Tolerance] = {
         "always",
     ),
     # ---- a recorded serving engine ----
-    ("engine_tokens", ANY): Tolerance(
+    ("engine_tokens", F32): Tolerance(
         "differing_share",
         0.1,
         "of all teacher-forced rows of a folder; exact arithmetic differs from the recorded bf16 "
-        "engine in 7.6 per cent, and the engine's own two runs part as well",
+        "engine in 7.3 per cent, and the engine's own two runs part as well",
+    ),
+    ("engine_tokens", BF16): Tolerance(
+        "differing_share",
+        0.13,
+        "two independent bf16 noises: measured 10.8 per cent (V); torch_ref 9.4 (V) and 11.5 (H); "
+        "one standard deviation of such a share is two per cent",
     ),
     ("engine_margin", ANY): Tolerance(
         "margin", 1.0, "as for recorded bf16 choices: bf16 moves single logits by that much"
@@ -228,7 +240,8 @@ TOLERANCES: dict[tuple[str, str], Tolerance] = {
     ("engine_top1", ANY): Tolerance(
         "top1_below",
         0.03,
-        "share of equal best tokens, below that of the published code in bf16 and in float32",
+        "share of equal best tokens below that of the published code in bf16, also one bf16 "
+        "program against the engine",
     ),
     ("engine_reference", F32): Tolerance(
         "kl_median", 1e-8, "both are float32 runs of one function; measured 1e-12 to 1e-11"

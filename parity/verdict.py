@@ -102,12 +102,13 @@ def compare(
     logits: bool = False,
     note: str = "",
     extra: metrics.Metrics | None = None,
+    judged_as: str | None = None,
 ) -> Verdict:
-    """Distance of two arrays under the tolerance `key` for `where.dtype`.
+    """Distance of two arrays under the tolerance `key` for `judged_as`, by default `where.dtype`.
 
     A shape that differs is a failed verdict that names both shapes.
     """
-    limit = tolerance(key, where.dtype)
+    limit = tolerance(key, judged_as or where.dtype)
     got, want = np.asarray(got), np.asarray(want)
     if got.shape != want.shape:
         return failed(where, quantity, f"shape: found {got.shape}, expected {want.shape}", limit)
