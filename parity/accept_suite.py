@@ -179,22 +179,35 @@ def random_batch(rule: str, *, full: bool, steps: int, seed: int = 0) -> Batch:
     )  # fmt: skip
 
 
-def check_equal_decisions(steps: int = 400) -> Iterator[Verdict]:
-    """Counts and tokens of both sides on the same logits, drafts, uniforms and noise."""
-    for setting in (Setting("standard"), Setting("block"), Setting("synthetic", 4.3)):
-        for full in (False, True):
-            batch = random_batch(setting.rule, full=full, steps=steps)
-            ours, theirs = (SIDES[s].decide(setting, batch) for s in ("jax", "torch"))
-            at = WHERE.at(
-                case=f"random, {setting.rule}{'' if full else ', one-hot'}", dtype="float64",
-                against="torch_ref, same uniforms",
-            )  # fmt: skip
-            counts = [np.array([len(t) for t in side.tokens]) for side in (ours, theirs)]
-            histogram = np.bincount(counts[0] - 1, minlength=8).tolist()
-            note = f"{steps} steps by accepted count: {histogram}"
-            yield compare(at, "counts", *counts, "equal", note=note)
-            wrong = [i for i, t in enumerate(ours.tokens) if t != theirs.tokens[i]]
-            note = f"{len(wrong)} steps differ{f', first {wrong[0]}' if wrong else ''}"
-            yield judge(at, "tokens", {"exact": not wrong}, tolerance("equal"), note)
-            warm = batch.temperature > 0
-            yield compare(at, "last distribution", ours.last[warm], theirs.last[warm], "same_law")
+RANDOM = tuple(
+    (setting, full)
+    for setting in (Setting("standard"), Setting("block"), Setting("synthetic", 4.3))
+    for full in (False, True)
+)
+
+
+def check_equal_decisions(
+    steps: int = 400, settings: tuple[tuple[Setting, bool], ...] = RANDOM
+) -> Iterator[Verdict]:
+    """Counts and tokens of both sides on the same logits, drafts, uniforms and noise.
+
+    Args:
+        steps: random steps per setting.
+        settings: rules, each with whether drafts are judged by their distribution.
+    """
+    for setting, full in settings:
+        batch = random_batch(setting.rule, full=full, steps=steps)
+        ours, theirs = (SIDES[s].decide(setting, batch) for s in ("jax", "torch"))
+        at = WHERE.at(
+            case=f"random, {setting.rule}{'' if full else ', one-hot'}", dtype="float64",
+            against="torch_ref, same uniforms",
+        )  # fmt: skip
+        counts = [np.array([len(t) for t in side.tokens]) for side in (ours, theirs)]
+        histogram = np.bincount(counts[0] - 1, minlength=8).tolist()
+        note = f"{steps} steps by accepted count: {histogram}"
+        yield compare(at, "counts", *counts, "equal", note=note)
+        wrong = [i for i, t in enumerate(ours.tokens) if t != theirs.tokens[i]]
+        note = f"{len(wrong)} steps differ{f', first {wrong[0]}' if wrong else ''}"
+        yield judge(at, "tokens", {"exact": not wrong}, tolerance("equal"), note)
+        warm = batch.temperature > 0
+        yield compare(at, "last distribution", ours.last[warm], theirs.last[warm], "same_law")

@@ -42,7 +42,6 @@ METHODS = (
     Acceptance("standard", "probabilistic"),
     Acceptance("block", "probabilistic"),
     Acceptance("standard", "greedy"),
-    Acceptance("block", "greedy"),
 )
 SMALLEST = 5.0  # expected count of a bin; rarer outcomes are counted together
 

@@ -10,8 +10,9 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from parity.accept_sides import SIDES, Decided, JaxSide, TorchSide  # noqa: E402
+from parity.accept_sides import SIDES, Decided, JaxSide, Setting, TorchSide  # noqa: E402
 from parity.accept_suite import (  # noqa: E402
+    RANDOM,
     WHERE,
     check_enumeration,
     check_equal_decisions,
@@ -214,11 +215,18 @@ def test_forced_length_six(side):
     assert good(found), problems(found)
 
 
-@pytest.mark.parametrize("steps", [80, pytest.param(400, marks=pytest.mark.slow)])
-def test_the_same_uniforms_decide_the_same(steps):
-    found = list(check_equal_decisions(steps))
+@pytest.mark.parametrize(
+    ("steps", "settings"),
+    [
+        (60, ((Setting("standard"), True), (Setting("block"), True))),
+        pytest.param(400, RANDOM, marks=pytest.mark.slow),
+    ],
+    ids=["few", "all"],
+)
+def test_the_same_uniforms_decide_the_same(steps, settings):
+    found = list(check_equal_decisions(steps, settings))
     assert good(found), problems(found)
-    assert len(found) == 18
+    assert len(found) == 3 * len(settings)
 
 
 def test_chi_square():
