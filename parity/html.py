@@ -59,7 +59,7 @@ def render(verdicts: list[Verdict], doc: dict[str, Any]) -> str:
             (s for s in ("failed", "not run") if any(v.status == s for v in group)), "passed"
         )
         groups.append((report.worst(group), len(group), state))
-    bad = [report.explain(v).replace(r"\[", "[") for v in verdicts if not v.passed]
+    bad = [report.explain(v).replace(r"\[", "[") for v in report.unfinished(verdicts)]
     return environment.from_string(_TEMPLATE).render(
         doc=doc, groups=groups, bad=bad, plots=list(_plots(verdicts)), number=report.number,
         shown=report.shown, hidden=("rows_margin", "rows_error"),

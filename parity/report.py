@@ -36,9 +36,14 @@ def good(verdicts: list[Verdict]) -> bool:
     return any(v.passed for v in verdicts) and all(v.status in _FINE for v in verdicts)
 
 
+def unfinished(verdicts: list[Verdict]) -> list[Verdict]:
+    """Those that failed or did not run."""
+    return [v for v in verdicts if v.status not in _FINE]
+
+
 def problems(verdicts: list[Verdict]) -> str:
     """Everything that did not pass, a line each; what a test says when it fails."""
-    lines = [explain(v).replace(r"\[", "[") for v in verdicts if v.status not in _FINE]
+    lines = [explain(v).replace(r"\[", "[") for v in unfinished(verdicts)]
     return "\n".join(lines) if verdicts else "nothing was compared"
 
 

@@ -103,7 +103,7 @@ def test_a_wrong_number_in_an_unseen_folder_is_found(unseen, tmp_path):
     folder.tensors[name] = folder.tensors[name].copy()
     folder.tensors[name][4, 7] += 1e-3
     found = list(check_model(folder, (("float32", "V"),), ("whole",)))
-    bad = [v for v in found if not v.passed]
+    bad = [v for v in found if v.status == "failed"]
     assert [(v.where.case, v.quantity, v.metrics["worst"]) for v in bad] == [
         ("whole layer05", "mlp_out", [4, 7])
     ]
