@@ -75,7 +75,7 @@ def check_pair(checkpoint: Path, prompt_ids: str | None, steps: int) -> Iterator
 def _run(
     where: Where, driver: Driver, model: Model, ids: np.ndarray, prompt_length: int
 ) -> Iterator[Verdict]:
-    want = _numpy(model.forward(torch.from_numpy(ids), model.new_state()))
+    want, record = reference(model, ids)
     got, _, _, _ = driver.whole(ids)
     yield from _logits(where.at(case="whole"), got, want, prompt_length)
     session = Session(driver)
@@ -83,7 +83,7 @@ def _run(
     for token in ids:
         session.step([None] * (ROWS - 1) + [(sequence, np.array([token]))], 1)
     yield from _logits(where.at(case="stepwise"), sequence.rows(), want, prompt_length)
-    yield from check_layers(where, driver, model, ids)
+    yield from check_layers(where, driver, model, ids, record)
 
 
 def _logits(where: Where, got: np.ndarray, want: np.ndarray, start: int) -> Iterator[Verdict]:
@@ -108,20 +108,25 @@ def _logits(where: Where, got: np.ndarray, want: np.ndarray, start: int) -> Iter
     yield judge(where, "greedy choices (teacher-forced)", {"margin": 0.0} | parted, limit, note)
 
 
-def check_layers(where: Where, driver: Driver, model: Model, ids: np.ndarray) -> Iterator[Verdict]:
-    """Both halves of every layer on the reference's own inputs, for a sequence from its start."""
+def reference(model: Model, ids: np.ndarray) -> tuple[np.ndarray, Arrays]:
+    """The reference's logits [T, V] of a sequence from its start, and its streams by name."""
     found: dict[str, torch.Tensor] = {}
     state = model.new_state()
-    model.forward(torch.from_numpy(ids), state, record=found)
-    record = {k: _numpy(v) for k, v in found.items()}
+    logits = model.forward(torch.from_numpy(ids), state, record=found)
+    for layer, kda_state in zip(model.config.kda_layers, state.kda_state, strict=True):
+        found[f"layer{layer:02d}.kda_state_vk"] = kda_state
+    return _numpy(logits), {k: _numpy(v) for k, v in found.items()}
+
+
+def check_layers(
+    where: Where, driver: Driver, model: Model, ids: np.ndarray, record: Arrays
+) -> Iterator[Verdict]:
+    """Both halves of every layer on the reference's own inputs (`record` of `reference`)."""
     c, nm = driver.config, model.numerics
-    states = dict(zip(model.config.kda_layers, state.kda_state, strict=True))
     streams = [_numpy(model.weights.embed(torch.from_numpy(ids)))]
     for layer in range(c.num_hidden_layers):
         name = f"layer{layer:02d}."
         theirs = {k.removeprefix(name): v for k, v in record.items() if k.startswith(name)}
-        if layer in states:
-            theirs["kda_state_vk"] = _numpy(states[layer])
         bank = [streams[i] for i in range(layer) if c.starts_block(i)]
         wanted = _wanted(model, layer, theirs, streams[layer], nm)
         own = inject(driver, layer, streams[layer], bank, y=wanted["y"])

@@ -7,13 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
 from jax_impl.make_tiny import make_checkpoint  # noqa: E402
 from parity.driver import Driver  # noqa: E402
 from parity.layerwise import build_layer  # noqa: E402
 from parity.op_torch import DTYPES  # noqa: E402
-from parity.pair import check_layers  # noqa: E402
+from parity.pair import check_layers, reference  # noqa: E402
 from parity.verdict import Where, compare  # noqa: E402
 from torch_ref.model import Model  # noqa: E402
 from torch_ref.numerics import Numerics  # noqa: E402
@@ -58,7 +58,7 @@ def layer_verdicts(checkpoint: Path, dtype: str, profile: str, tokens: int) -> l
     model = Model.load(checkpoint, Numerics(DTYPES[dtype], profile))
     ids = np.random.default_rng(5).integers(0, driver.config.vocab_size, tokens)
     where = Where("model", checkpoint.parent.name, "-", dtype, profile, "torch_ref")
-    return list(check_layers(where, driver, model, ids))
+    return list(check_layers(where, driver, model, ids, reference(model, ids)[1]))
 
 
 def failures(verdicts: list) -> list[str]:
@@ -97,7 +97,7 @@ def test_93_layers_in_one_step_and_no_snapshot_ever_changes(deep, dtype, profile
     driver = Driver.open(deep, dtype, profile, len(ids))
     logits, _, _, record = driver.whole(ids)
     model = Model.load(deep, Numerics(DTYPES[dtype], profile))
-    want = model.forward(torch.from_numpy(ids), model.new_state()).double().numpy()
+    want, _ = reference(model, ids)
     where = Where("model", "deep", "93 layers", dtype, profile, "torch_ref")
     verdict = compare(where, "logits", logits, want, "pair_logits", logits=True)
     assert verdict.passed, failures([verdict])
