@@ -9,14 +9,14 @@ import pytest
 
 pytest.importorskip("torch")
 
-from jax_impl.make_tiny import make_checkpoint  # noqa: E402
-from parity.driver import Driver  # noqa: E402
-from parity.layerwise import build_layer  # noqa: E402
-from parity.op_torch import DTYPES  # noqa: E402
-from parity.pair import check_layers, reference  # noqa: E402
-from parity.verdict import Where, compare  # noqa: E402
-from torch_ref.model import Model  # noqa: E402
-from torch_ref.numerics import Numerics  # noqa: E402
+from jax_impl.make_tiny import make_checkpoint
+from parity.driver import Driver
+from parity.layerwise import build_layer
+from parity.op_torch import DTYPES
+from parity.pair import check_layers, reference
+from parity.verdict import Where, compare
+from torch_ref.model import Model
+from torch_ref.numerics import Numerics
 
 # One TP16 rank's slice of the released widths as a model of its own: 6 of 96 heads of each kind,
 # 192 of 3072 expert and 384 of 6144 shared columns, all 896 experts (983 MB a layer), the whole
