@@ -2,7 +2,8 @@
 
 Drafts count from 0 here: draft i is judged by target row i with uniform i, and row K gives the
 bonus token. A draft of -1 is a placeholder; it and everything behind it is never accepted. Without
-draft distributions the drafts count as certain (one-hot). The dtype of the inputs is kept.
+draft distributions the drafts count as certain (one-hot). The dtype of the inputs is kept. Over
+several ranks X is a rank's part of the vocabulary; what has no X is equal on all of them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_impl.acceptance_config import Acceptance
-from jax_impl.sampling import Filters, argmax, log_probabilities
+from jax_impl.collectives import ONE_RANK, Ranks
+from jax_impl.sampling import Filters, argmax, first_id, log_probabilities, take, total
 
 Noise = Callable[[jax.Array], jax.Array]  # row i32 [B] -> Gumbel noise [B, X] of its next token
 
@@ -26,6 +28,7 @@ class Rows(NamedTuple):
     target: Float[Array, "B T X"]
     drafts: Int[Array, "B K"]
     draft: Float[Array, "B K X"] | None  # None: one-hot
+    ranks: Ranks = ONE_RANK
 
     @property
     def valid(self) -> Bool[Array, "B K"]:
@@ -35,11 +38,9 @@ class Rows(NamedTuple):
     @property
     def log_ratio(self) -> Float[Array, "B K"]:
         """Logarithm of target over draft probability of each draft."""
-        ids = jnp.maximum(self.drafts, 0)[..., None]
-        target = jnp.take_along_axis(self.target[:, :-1], ids, axis=-1)[..., 0]
-        if self.draft is None:
-            return target
-        return target - jnp.take_along_axis(self.draft, ids, axis=-1)[..., 0]
+        ids = jnp.maximum(self.drafts, 0)
+        target = take(self.target[:, :-1], ids, self.ranks)
+        return target if self.draft is None else target - take(self.draft, ids, self.ranks)
 
 
 def accepted_in_a_row(accept: Bool[Array, "B K"]) -> Int[Array, " B"]:
@@ -72,13 +73,13 @@ def block_thresholds(rows: Rows) -> Float[Array, "B K"]:
     # what is left of c p over q at the next row, for all drafts but the last
     lead = jnp.exp(c[:, :-1, None] + rows.target[:, 1:-1])
     if rows.draft is None:
-        following = jnp.maximum(rows.drafts[:, 1:], 0)[..., None]
-        left = jnp.exp(c[:, :-1]) - jnp.take_along_axis(lead, following, axis=-1)[..., 0]
+        following = jnp.maximum(rows.drafts[:, 1:], 0)
+        left = jnp.exp(c[:, :-1]) - take(lead, following, rows.ranks)
         left = jnp.where(left < 0, 0.0, left)
     else:
-        left = jnp.sum(jnp.maximum(lead - jnp.exp(rows.draft[:, 1:]), 0.0), axis=-1)
-    total = left - jnp.expm1(c[:, :-1])
-    ahead = jnp.where(total <= 0, 1.0, left / jnp.where(total == 0, 1.0, total))  # NaN stays
+        left = total(jnp.maximum(lead - jnp.exp(rows.draft[:, 1:]), 0.0), rows.ranks)
+    all_ = left - jnp.expm1(c[:, :-1])
+    ahead = jnp.where(all_ <= 0, 1.0, left / jnp.where(all_ == 0, 1.0, all_))  # NaN stays
     # where the draft behind is a placeholder the block ends as at its last draft
     ahead = jnp.where(rows.valid[:, 1:], ahead, jnp.exp(c[:, :-1]))
     return jnp.concatenate([ahead, jnp.exp(c[:, -1:])], axis=1)
@@ -111,14 +112,14 @@ def last_weights(rows: Rows, accepted: Int[Array, " B"], *, block: bool) -> Floa
     judged = (accepted < drafts) & jnp.take_along_axis(rows.valid, at, axis=1)[:, 0]
     if rows.draft is None:
         rejected = jnp.take_along_axis(rows.drafts, at, axis=1)
-        left = jnp.where(jnp.arange(p.shape[-1]) == rejected, 0.0, p)
+        left = jnp.where(first_id(p, rows.ranks) + jnp.arange(p.shape[-1]) == rejected, 0.0, p)
     else:
         q = jnp.exp(jnp.take_along_axis(rows.draft, at[..., None], axis=1)[:, 0])
         front = (
             jnp.exp(jnp.take_along_axis(carried(rows), accepted[:, None], axis=1)) if block else 1.0
         )
         left = jnp.maximum(front * p - q, 0.0)
-    usable = judged & (jnp.sum(left, axis=-1) > 0)
+    usable = judged & (total(left, rows.ranks) > 0)
     return jnp.where(usable[:, None], left, p)
 
 
@@ -131,32 +132,37 @@ def accept(
     uniforms: Float[Array, "B K"],
     noise: Noise,
     filters: Filters | None = None,
+    ranks: Ranks = ONE_RANK,
 ) -> tuple[Int[Array, "B T"], Int[Array, " B"]]:
     """Judge the drafts and draw the token behind the accepted ones.
 
     Args:
         method: the rule.
-        logits: of the target, over the whole vocabulary.
+        logits: of the target.
         drafts: -1 is a placeholder.
         draft_logits: what the drafts were drawn from, before the temperature; None: one-hot.
         temperature: 0 is greedy; then drafts must be the best tokens (or forced).
         uniforms: in (0, 1).
         noise: Gumbel noise for the token behind each sequence's row.
         filters: restrictions of the target's distribution; a draft's is never restricted.
+        ranks: whose parts of the vocabulary logits, draft_logits and noise are.
 
     Returns:
         tokens, of which the first `count` are emitted (-1 behind them), and count in 1..T.
     """
-    draft = None if draft_logits is None else log_probabilities(draft_logits, temperature)
-    rows = Rows(log_probabilities(logits, temperature, filters), drafts, draft)
-    best, random = argmax(logits), temperature > 0
+    draft = (
+        None if draft_logits is None else log_probabilities(draft_logits, temperature, ranks=ranks)
+    )
+    target = log_probabilities(logits, temperature, filters, ranks)
+    rows = Rows(target, drafts, draft, ranks)
+    best, random = argmax(logits, ranks), temperature > 0
     if method.rule == "synthetic":
         accepted = synthetic(rows, uniforms, method.conditional(drafts.shape[1]))
     else:
         rule = {"standard": standard, "block": block}[method.rule]
         accepted = jnp.where(random, rule(rows, uniforms), greedy(best, drafts))
     weights = last_weights(rows, accepted, block=method.rule == "block")
-    drawn = argmax(jnp.log(weights) + noise(accepted))
+    drawn = argmax(jnp.log(weights) + noise(accepted), ranks)
     last = jnp.where(random, drawn, jnp.take_along_axis(best, accepted[:, None], axis=1)[:, 0])
     index = jnp.arange(logits.shape[1])
     padded = jnp.pad(drafts, ((0, 0), (0, 1)), constant_values=-1)

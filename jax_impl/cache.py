@@ -28,9 +28,9 @@ class Cache:
     conv_window: (
         jax.Array
     )  # compute dtype [L_kda, S, taps - 1, C], oldest first, channels q | k | v
-    kv_latent: jax.Array  # kv dtype [L_mla, P, page, latent + rope]
+    kv_latent: jax.Array  # kv dtype [L_mla, P, page, latent + rope]; with dcp this rank's rows
     kv_scale: jax.Array | None  # f32 [], the one scale for writing and reading; None unless FP8
-    draft_kv: jax.Array | None = None  # kv dtype [L_draft, P, page, latent + rope], same pages
+    draft_kv: jax.Array | None = None  # kv dtype [L_draft, P, page dcp, latent + rope], same pages
 
 
 @struct.dataclass
@@ -48,7 +48,7 @@ class StepInputs:
     temperature: jax.Array  # f32 [B], 0 is greedy
     seed: jax.Array  # u32 [B]
     filters: Filters | None = None  # None: no row restricts its distribution
-    draft_logits: jax.Array | None = None  # f32 [B, K, vocabulary], of sampled drafts; else None
+    draft_logits: jax.Array | None = None  # f32 [B, K, X], of sampled drafts; else None
 
     @property
     def live(self) -> jax.Array:
@@ -67,7 +67,7 @@ class StepOutputs:
 
     token: jax.Array  # i32 [B], the token after the last real one; the pad id in pad rows
     finite: jax.Array  # bool [B], whether all logits of the row's real tokens are finite
-    logits: jax.Array  # f32 [B, T or 1, X], zeros in rows that are not real
+    logits: jax.Array  # f32 [B, T or 1, X], zeros in rows that are not real; not gathered
     top: jax.Array  # f32 [B, T or 1], largest logit
     argmax: jax.Array  # i32 [B, T or 1]
 
@@ -79,6 +79,17 @@ class SpeculativeOutputs:
     tokens: jax.Array  # i32 [B, T], the first `count` are new; the pad id behind them
     count: jax.Array  # i32 [B], 1..T: accepted drafts and one more; 0 in pad rows and without room
     finite: jax.Array  # bool [B], whether all logits of the row's real tokens are finite
+
+
+def cache_cuts(run: RunConfig) -> dict[str, int | None]:
+    """Axis of each array of `Cache` that is cut over the ranks; None: equal on all of them."""
+    return {
+        "kda_state": 2,
+        "conv_window": 3,
+        "kv_latent": 2 if run.dcp > 1 else None,
+        "kv_scale": None,
+        "draft_kv": None,
+    }
 
 
 def cache_shapes(
@@ -100,7 +111,7 @@ def cache_shapes(
         draft_kv=None
         if draft is None
         else shape(
-            (draft.num_hidden_layers, run.pages, run.page_size, draft.kv_row),
+            (draft.num_hidden_layers, run.pages, run.page_tokens, draft.kv_row),
             jnp.dtype(run.kv_cache_dtype),
         ),
     )

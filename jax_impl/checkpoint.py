@@ -155,6 +155,7 @@ class Reader:
         self._checkpoint = checkpoint
         self._open: dict[str, Any] = {}
         self._mapped = 0  # bytes read through the open mappings
+        self.read_bytes: dict[str, int] = {}  # by tensor, summed over the reads
         self._budget = min(_MAPPED, checkpoint.largest_shard // 4)
 
     def read(
@@ -196,6 +197,7 @@ class Reader:
                 f"{name}: {stored.file} cannot be read any more: {error}. Was it changed after "
                 "the check? Open the checkpoint again."
             ) from None
+        self.read_bytes[name] = self.read_bytes.get(name, 0) + data.nbytes
         self._mapped += data.nbytes + _AROUND
         if self._mapped > self._budget:
             self.close()

@@ -214,6 +214,12 @@ class RunConfig:
         decode_backend: `auto` is the standard XLA path; `latency_specialized` asks for kernels.
         commit: how a verification keeps accepted tokens only: `replay` of recorded updates, or
             `snapshots` of the state after each token (T times the memory, no second pass).
+        experts: how routed experts lie on the ranks: `tp` cuts the width of each, `ep` gives whole
+            experts to ranks.
+        dcp: decode context parallelism, the ranks over which the rows of the MLA latent cache are
+            spread: 1 (every rank holds all) or the number of ranks. `page_size` counts rows on one
+            rank, so a page holds `dcp` times as many tokens.
+        dcp_interleave: consecutive tokens that one rank holds before the next rank's turn.
     """
 
     profile: Literal["H", "V"] = "V"
@@ -226,6 +232,9 @@ class RunConfig:
     page_size: int = 16
     decode_backend: Literal["auto", "latency_specialized"] = "auto"
     commit: Literal["replay", "snapshots"] = "replay"
+    experts: Literal["tp", "ep"] = "tp"
+    dcp: int = 1
+    dcp_interleave: int = 1
 
     def __post_init__(self) -> None:
         """Check the values.
@@ -240,11 +249,12 @@ class RunConfig:
             "kv_dtype": (None, "bfloat16", "float32", "float8_e4m3fn"),
             "decode_backend": ("auto", "latency_specialized"),
             "commit": ("replay", "snapshots"),
+            "experts": ("tp", "ep"),
         }
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 problems.append(f"{name}: found {getattr(self, name)!r}, expected one of {allowed}")
-        for name in ("slots", "pages", "page_size"):
+        for name in ("slots", "pages", "page_size", "dcp", "dcp_interleave"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 1:
                 found = getattr(self, name)
                 problems.append(f"{name}: found {found!r}, expected a whole number of at least 1")
@@ -257,8 +267,18 @@ class RunConfig:
             problems.append(f"kv_scale: found {self.kv_scale}, but kv_dtype is not float8_e4m3fn")
         if self.mla_norm_eps is not None and not _positive(self.mla_norm_eps):
             problems.append(f"mla_norm_eps: found {self.mla_norm_eps}, expected a positive number")
+        if self.dcp != 1 and self.profile == "H":
+            problems.append(
+                f"dcp: found {self.dcp} with profile 'H', which rounds the shares of the whole "
+                "context; context parallelism merges partial results as profile 'V' rounds them"
+            )
         if problems:
             raise ConfigError("run settings:" + "".join(f"\n  - {p}" for p in problems))
+
+    @property
+    def page_tokens(self) -> int:
+        """Tokens of context that one page stands for, over all ranks."""
+        return self.page_size * self.dcp
 
     @property
     def fp8(self) -> bool:

@@ -1,4 +1,4 @@
-"""The drafter's weights: their table, the pytree of stacked arrays, opening and loading."""
+"""The drafter's weights: their table, the pytree of stacked arrays, and opening it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from flax import struct
 
 from jax_impl.checkpoint import Checkpoint
 from jax_impl.draft_config import DraftConfig
-from jax_impl.loader import Progress, load_arrays
 from jax_impl.weights import BF16, Part, WeightArray, gated_mlp, joined, one
 
 UNUSED = ("embed_tokens.",)  # a copy of the target's table, which serves both
@@ -107,8 +106,3 @@ def open_draft(path: str | Path) -> Checkpoint:
     """
     config = DraftConfig.load(path)
     return Checkpoint.open(path, config, draft_table(config), UNUSED)
-
-
-def load_draft(checkpoint: Checkpoint, progress: Progress | None = None) -> DraftWeights:
-    """All weights of a drafter opened with `open_draft`, on the default device."""
-    return draft_from_arrays(load_arrays(checkpoint, progress))

@@ -13,8 +13,9 @@ from jax_impl.backend import Backend
 from jax_impl.cache import StepInputs, make_cache
 from jax_impl.checkpoint import Checkpoint
 from jax_impl.config import RunConfig
-from jax_impl.draft_weights import load_draft, open_draft
+from jax_impl.draft_weights import open_draft
 from jax_impl.generate import load_with_progress, not_finite, steps_progress
+from jax_impl.loader import load_draft
 from jax_impl.speculate import build_speculative_prefill, build_speculative_step
 from jax_impl.static import DraftStatic, Static
 

@@ -1,14 +1,15 @@
-"""Checkpoint to device: blocks of one array at a time, written into donated stacks.
+"""Checkpoint to devices: blocks of one array at a time, written into donated stacks.
 
-The host never holds more than about one block (`BLOCK_BYTES`), its copy on the way to the device
-and the shard pages it came from.
+A process reads the shares of its own ranks and nothing else, each byte once. The host never holds
+more than about one block (`BLOCK_BYTES` over all ranks of the process), its copy on the way to the
+devices and the shard pages it came from.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import lru_cache
 from pathlib import Path
 
 import jax
@@ -18,83 +19,158 @@ from jax import lax
 
 from jax_impl.checkpoint import Checkpoint, CheckpointError, Reader
 from jax_impl.config import RunConfig
+from jax_impl.draft_weights import DraftWeights, draft_from_arrays
 from jax_impl.memory import require_room
 from jax_impl.params import Weights, from_arrays
-from jax_impl.weights import BYTES, AnyConfig, WeightArray, layer_prefix, layers_of
+from jax_impl.sharding import ONE_DEVICE, P, Placement, global_shape, spec
+from jax_impl.weights import (
+    BYTES,
+    AnyConfig,
+    Part,
+    WeightArray,
+    layer_prefix,
+    layers_of,
+    local_shape,
+    rank_entries,
+)
 
 BLOCK_BYTES = 8 << 20
 NAN_SCALE = 255  # E8M0 code of NaN
 
 Progress = Callable[[int], None]  # called with the number of bytes placed since the last call
-Block = tuple[list[np.int32], np.ndarray]  # start index in the stack, values
+Block = tuple[list[np.int32], list[np.ndarray]]  # start index in a rank's stack, values per rank
 
 
 def load_weights(
-    checkpoint: Checkpoint, progress: Progress | None = None, run: RunConfig | None = None
+    checkpoint: Checkpoint,
+    progress: Progress | None = None,
+    run: RunConfig | None = None,
+    placement: Placement = ONE_DEVICE,
 ) -> Weights:
-    """All weights of the text model on the default device, in the dtypes of the file.
+    """All weights of the text model, in the dtypes of the file.
 
     MXFP4 experts stay packed. `progress` is called after every block. With `run` the cache that
     these settings need counts too when it is checked, before anything is read, whether all fits.
 
     Raises:
         DoesNotFitError: weights (and cache) exceed the device's free memory; nothing was read.
+        ConfigError: the model does not divide by the ranks; nothing was read.
         CheckpointError: a value is not finite or a scale byte is NaN (E8M0 255); names tensor and
             place.
     """
     free = free_device_bytes()
     if free is not None:
-        require_room(checkpoint.config, free, run)
-    return from_arrays(load_arrays(checkpoint, progress))
+        # emulated devices of one process share the host's memory
+        sharing = len(placement.here) if jax.local_devices()[0].platform == "cpu" else 1
+        require_room(
+            checkpoint.config, free // sharing, run, placement.ranks.size, placement.experts
+        )
+    return from_arrays(load_arrays(checkpoint, progress, placement))
+
+
+def load_draft(
+    checkpoint: Checkpoint,
+    progress: Progress | None = None,
+    placement: Placement = ONE_DEVICE,
+) -> DraftWeights:
+    """All weights of a drafter opened with `draft_weights.open_draft`."""
+    return draft_from_arrays(load_arrays(checkpoint, progress, placement))
+
+
+def placed_bytes(checkpoint: Checkpoint, placement: Placement = ONE_DEVICE) -> int:
+    """Bytes that a load places on the devices of this process: what `progress` adds up to."""
+    return len(placement.here) * sum(
+        _nbytes(a, checkpoint.config, placement) for a in checkpoint.table
+    )
 
 
 def load_arrays(
-    checkpoint: Checkpoint, progress: Progress | None = None
+    checkpoint: Checkpoint,
+    progress: Progress | None = None,
+    placement: Placement = ONE_DEVICE,
+    read: dict[str, int] | None = None,
 ) -> dict[tuple[str, str], jax.Array]:
-    """All arrays of the checkpoint's table on the default device, by (kind, name).
+    """All arrays of the checkpoint's table, by (kind, name).
+
+    `read`, if given, is filled with the bytes read of each tensor.
 
     Raises:
         CheckpointError: as for `load_weights`.
     """
     c, table = checkpoint.config, checkpoint.table
-    stacked = [a for a in table if _nbytes(a, c) > BLOCK_BYTES]
-    large = [(a.kind, a.name) for a in stacked]
-    specs = tuple((a.shape(c), a.dtype) for a in stacked)
-    arrays = dict(zip(large, _zeros(specs), strict=True))
+    here, experts = len(placement.here), placement.experts
+    large = [a for a in table if here * _nbytes(a, c, placement) > BLOCK_BYTES]
+    stacks = _zeros(large, c, placement)
+    arrays: dict[tuple[str, str], jax.Array] = {}
     with checkpoint.reader() as reader:
         for array in table:
-            key = array.kind, array.name
-            if key in arrays:
-                arrays[key] = _fill(arrays.pop(key), _blocks(checkpoint, reader, array), progress)
+            key, cut = (array.kind, array.name), array.cut_axis(experts)
+            blocks = _blocks(checkpoint, reader, array, placement)
+            if key in stacks:
+                arrays[key] = _fill(stacks.pop(key), blocks, cut, placement, progress)
                 continue
-            whole = np.empty(array.shape(c), array.dtype)
-            for start, block in _blocks(checkpoint, reader, array):
-                at = tuple(slice(i, i + n) for i, n in zip(start, block.shape, strict=True))
-                whole[at] = block
-            arrays[key] = jnp.asarray(whole)
+            shape = array.shape(c, placement.ranks.size, experts)
+            whole = [np.empty(shape, array.dtype) for _ in range(here)]
+            for start, shares in blocks:
+                at = tuple(slice(i, i + n) for i, n in zip(start, shares[0].shape, strict=True))
+                for target, share in zip(whole, shares, strict=True):
+                    target[at] = share
+            arrays[key] = placement.assemble(whole, cut)
             if progress is not None:
-                progress(whole.nbytes)
+                progress(here * whole[0].nbytes)
+        if read is not None:
+            read |= reader.read_bytes
     return arrays
 
 
-def _fill(stack: jax.Array, blocks: Iterator[Block], progress: Progress | None) -> jax.Array:
-    for start, block in blocks:
-        stack = _place(stack, block, tuple(start))
+def _fill(
+    stack: jax.Array,
+    blocks: Iterator[Block],
+    cut: int | None,
+    placement: Placement,
+    progress: Progress | None,
+) -> jax.Array:
+    place = _placer(placement, cut)
+    for start, shares in blocks:
+        stack = place(stack, placement.assemble(shares, cut), tuple(start))
         # else the host runs ahead of the copies and their sources pile up
         stack.block_until_ready()
         if progress is not None:
-            progress(block.nbytes)
+            progress(len(shares) * shares[0].nbytes)
     return stack
 
 
-@partial(jax.jit, static_argnums=0)
-def _zeros(specs: tuple[tuple[tuple[int, ...], str], ...]) -> list[jax.Array]:
+def _zeros(
+    arrays: list[WeightArray], c: AnyConfig, placement: Placement
+) -> dict[tuple[str, str], jax.Array]:
     # one program for all: a compilation per array would cost more host memory than a block
-    return [jnp.zeros(shape, dtype) for shape, dtype in specs]
+    ranks = placement.ranks.size if placement.mesh else 1
+    cuts = [a.cut_axis(placement.experts) for a in arrays]
+    local = [a.shape(c, placement.ranks.size, placement.experts) for a in arrays]
+    shapes = [global_shape(s, cut, ranks) for s, cut in zip(local, cuts, strict=True)]
+
+    def make() -> list[jax.Array]:
+        return [jnp.zeros(s, a.dtype) for s, a in zip(shapes, arrays, strict=True)]
+
+    made = jax.jit(make, out_shardings=[placement.sharding(cut) for cut in cuts])()
+    return {(a.kind, a.name): m for a, m in zip(arrays, made, strict=True)}
 
 
-def _nbytes(array: WeightArray, c: AnyConfig) -> int:
-    return math.prod(array.shape(c)) * BYTES[array.dtype]
+def _nbytes(array: WeightArray, c: AnyConfig, placement: Placement) -> int:
+    shape = array.shape(c, placement.ranks.size, placement.experts)
+    return math.prod(shape) * BYTES[array.dtype]
+
+
+@lru_cache(maxsize=32)
+def _placer(placement: Placement, cut: int | None) -> Callable:
+    """The jitted write of a block into a stack, on every rank at the same place."""
+    if placement.mesh is None:
+        return jax.jit(lax.dynamic_update_slice, donate_argnums=0)
+    laid = spec(cut)
+    write = jax.shard_map(
+        lax.dynamic_update_slice, mesh=placement.mesh, in_specs=(laid, laid, P()), out_specs=laid
+    )
+    return jax.jit(write, donate_argnums=0)
 
 
 def free_device_bytes(device: jax.Device | None = None) -> int | None:
@@ -115,94 +191,140 @@ def free_device_bytes(device: jax.Device | None = None) -> int | None:
     return None
 
 
-@partial(jax.jit, donate_argnums=0)
-def _place(stack: jax.Array, block: jax.Array, start: tuple[jax.Array, ...]) -> jax.Array:
-    return lax.dynamic_update_slice(stack, block, start)
-
-
-def _blocks(checkpoint: Checkpoint, reader: Reader, array: WeightArray) -> Iterator[Block]:
-    """Blocks that together fill the stack."""
-    c = checkpoint.config
+def _blocks(
+    checkpoint: Checkpoint, reader: Reader, array: WeightArray, placement: Placement
+) -> Iterator[Block]:
+    """Blocks that together fill the ranks' stacks."""
+    c, shares = checkpoint.config, _Shares(reader, placement)
     if array.kind == "root":
-        yield from _parts(reader, array, layer_prefix(c, "root", 0), ())
+        yield from _parts(shares, array, layer_prefix(c, "root", 0), ())
         return
     for ordinal, layer in enumerate(layers_of(c, array.kind)):
         prefix = layer_prefix(c, array.kind, layer)
         if not array.per_expert:
-            yield from _parts(reader, array, prefix, (ordinal,))
+            yield from _parts(shares, array, prefix, (ordinal,))
             continue
-        one = array.shape(c)[2:]
-        step = max(1, BLOCK_BYTES // int(np.prod(one)))
-        for first in range(0, c.num_experts, step):
-            chosen = range(first, min(first + step, c.num_experts))
-            block = _experts(reader, array, prefix, chosen, one)
-            yield _start(block, ordinal, first), block
+        _, number, *one = array.shape(c, placement.ranks.size, placement.experts)
+        step = max(1, BLOCK_BYTES // (math.prod(one) * len(placement.here)))
+        for first in range(0, number, step):
+            chosen = range(first, min(first + step, number))
+            block = _experts(shares, array, prefix, chosen, number, tuple(one))
+            yield _start(block[0], ordinal, first), block
+
+
+class _Shares:
+    """Reads the shares of one process's ranks."""
+
+    def __init__(self, reader: Reader, placement: Placement) -> None:
+        self.reader, self.placement = reader, placement
+        self.ranks, self.here = placement.ranks.size, placement.here
+
+    def read(
+        self, name: str, part: Part, rows: tuple[int, int] | None, check: Callable[..., None]
+    ) -> list[np.ndarray]:
+        """Rows (start, stop) of every local rank's share of `part`; None: all of them."""
+        if part.cut is None or self.ranks == 1:
+            data = self.checked(name, part, rows, None, check)
+            return [data] * len(self.here)
+        entries = [rank_entries(part, self.ranks, rank) for rank in self.here]
+        if part.cut == 0:
+            first, stop = rows or (0, len(entries[0]))
+            return [
+                self.checked(name, part, (e[0] + first, e[0] + stop), None, check) for e in entries
+            ]
+        low, high = min(e[0] for e in entries), max(e[-1] for e in entries) + 1
+        data = self.checked(name, part, rows, (low, high), check)
+        return [data[:, [i - low for i in e]] for e in entries]
+
+    def checked(
+        self,
+        name: str,
+        part: Part,
+        rows: tuple[int, int] | None,
+        window: tuple[int, int] | None,
+        check: Callable[..., None],
+    ) -> np.ndarray:
+        """`Reader.read`, after which `check` has seen the values."""
+        data = self.reader.read(name, part, window, rows=rows)
+        check(name, data, rows[0] if rows else 0, window[0] if window else 0)
+        return data
 
 
 def _parts(
-    reader: Reader, array: WeightArray, prefix: str, lead: tuple[int, ...]
+    shares: _Shares, array: WeightArray, prefix: str, lead: tuple[int, ...]
 ) -> Iterator[Block]:
     """One layer of an array: in one block if it is small, else each part by rows."""
-    sizes = [int(np.prod(p.shape, dtype=np.int64)) * BYTES[array.dtype] for p in array.parts]
+    local = [local_shape(p, shares.ranks) for p in array.parts]
+    sizes = [math.prod(s) * BYTES[array.dtype] * len(shares.here) for s in local]
+    extend = lambda a: a.reshape(*(1 for _ in lead), *a.shape)  # noqa: E731
     if sum(sizes) <= BLOCK_BYTES:
-        block = np.concatenate([_finite(reader, prefix + p.key, p) for p in array.parts], axis=0)
-        block = block.reshape(*(1 for _ in lead), *block.shape)
-        yield _start(block, *lead), block
+        read = [shares.read(prefix + p.key, p, None, _refuse_not_finite) for p in array.parts]
+        block = [extend(np.concatenate(each, axis=0)) for each in zip(*read, strict=True)]
+        yield _start(block[0], *lead), block
         return
     row = 0
-    for part, size in zip(array.parts, sizes, strict=True):
-        rows = part.shape[0]
+    for part, (rows, *_), size in zip(array.parts, local, sizes, strict=True):
         step = max(1, BLOCK_BYTES * rows // size)
         for first in range(0, rows, step):
-            data = _finite(reader, prefix + part.key, part, (first, min(first + step, rows)))
-            block = data.reshape(*(1 for _ in lead), *data.shape)
-            yield _start(block, *lead, row + first), block
+            at = first, min(first + step, rows)
+            found = shares.read(prefix + part.key, part, at, _refuse_not_finite)
+            yield _start(extend(found[0]), *lead, row + first), [extend(a) for a in found]
         row += rows
 
 
 def _experts(
-    reader: Reader, array: WeightArray, prefix: str, experts: range, one: tuple[int, ...]
-) -> np.ndarray:
-    block = np.empty((1, len(experts), *one), array.dtype)
+    shares: _Shares,
+    array: WeightArray,
+    prefix: str,
+    experts: range,
+    number: int,
+    one: tuple[int, ...],
+) -> list[np.ndarray]:
+    """Experts of every local rank; `number` is how many each rank holds."""
+    check = _refuse_nan_scales if array.name.endswith("_scale") else _accept
+    block = [np.empty((1, len(experts), *one), array.dtype) for _ in shares.here]
+    spread = shares.placement.experts == "tp"
     for i, e in enumerate(experts):
         row = 0
         for part in array.parts:
-            name = prefix + part.key.format(e=e)
-            data = reader.read(name, part)
-            if array.name.endswith("_scale"):
-                _refuse_nan_scales(name, data)
-            block[0, i, row : row + data.shape[0]] = data
-            row += data.shape[0]
+            if spread:
+                found = shares.read(prefix + part.key.format(e=e), part, None, check)
+            else:
+                names = [prefix + part.key.format(e=rank * number + e) for rank in shares.here]
+                found = [shares.checked(name, part, None, None, check) for name in names]
+            for target, data in zip(block, found, strict=True):
+                target[0, i, row : row + data.shape[0]] = data
+            row += found[0].shape[0]
     return block
 
 
-def _finite(
-    reader: Reader, name: str, part: Part, rows: tuple[int, int] | None = None
-) -> np.ndarray:
-    """Read a float tensor (or rows of it), refusing what is not finite.
+def _accept(name: str, data: np.ndarray, row: int, column: int) -> None:
+    """Packed codes: every byte is a value."""
+
+
+def _refuse_not_finite(name: str, data: np.ndarray, row: int, column: int) -> None:
+    """Refuse what is not finite in values read from (row, column) on.
 
     Some of it would show in no output: a NaN selection bias means an expert never chosen.
     """
-    data = reader.read(name, part, rows=rows)
     # the exponent bits tell, and reading them is faster than a test in bf16
     bits, ones = (np.uint16, 0x7F80) if data.dtype.itemsize == 2 else (np.uint32, 0x7F800000)
     bad = np.argwhere((np.ascontiguousarray(data).view(bits) & ones) == ones)
     if bad.size:
-        first = bad[0] + np.array([rows[0] if rows else 0, *[0] * (data.ndim - 1)])
+        first = bad[0] + np.array([row, column, *[0] * data.ndim])[: data.ndim]
         raise CheckpointError(
             f"{name}: {len(bad)} value(s) that are NaN or infinite, the first at {first.tolist()}; "
             "expected finite numbers. The file is damaged: fetch it again."
         )
-    return data
 
 
-def _refuse_nan_scales(name: str, data: np.ndarray) -> None:
+def _refuse_nan_scales(name: str, data: np.ndarray, row: int, column: int) -> None:
     bad = np.argwhere(data == NAN_SCALE)
     if bad.size:
-        row, group = bad[0]
         raise CheckpointError(
-            f"{name}: {len(bad)} scale byte(s) are 255 (NaN in E8M0), the first at row {row}, "
-            f"group {group}; expected 0..254. The file is damaged: fetch it again."
+            f"{name}: {len(bad)} scale byte(s) are 255 (NaN in E8M0), the first at row "
+            f"{row + bad[0][0]}, group {column + bad[0][1]}; expected 0..254. The file is damaged: "
+            "fetch it again."
         )
 
 

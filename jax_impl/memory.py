@@ -17,9 +17,11 @@ from jax_impl.config import ConfigError, ModelConfig, RunConfig
 from jax_impl.weights import (
     BYTES,
     F32,
+    Experts,
     Part,
     WeightArray,
     checkpoint_tensors,
+    indivisible,
     layers_of,
     local_shape,
     padded_lengths,
@@ -187,40 +189,31 @@ def weight_bytes(config: ModelConfig, settings: MemorySettings) -> tuple[int, in
     Raises:
         ConfigError: listing every weight that does not divide by the ranks.
     """
+    table, layout = weight_table(config), "ep" if settings.experts == "ep" else "tp"
+    copied = _LATENT_PROJECTIONS if settings.router == "copied" else ()
+    problems = indivisible(config, table, settings.ranks, layout, copied)
+    if problems:
+        raise ConfigError(
+            f"{settings.ranks} ranks do not divide this model:"
+            + "".join(f"\n  - {p}" for p in problems)
+            + "\nChoose another number of ranks"
+            + (", or experts 'ep'." if layout == "tp" else ".")
+        )
     experts = others = 0
-    problems = [  # a width may divide where it would cut through a head
-        f"{name} {getattr(config, name)} does not divide by {settings.ranks} ranks"
-        for name in ("kda_num_heads", "num_attention_heads")
-        if getattr(config, name) % settings.ranks
-    ]
-    for array in weight_table(config):
+    for array in table:
         layers = 1 if array.kind == "root" else len(layers_of(config, array.kind))
         for part in array.parts:
-            try:
-                numbers = _numbers(config, settings, array, part)
-            except ValueError as error:
-                problems.append(str(error))
-                continue
-            size = layers * numbers * BYTES[array.dtype]
+            size = layers * _numbers(config, settings, array, part) * BYTES[array.dtype]
             if array.per_expert:
                 experts += size
             else:
                 others += size
-    if problems:
-        raise ConfigError(
-            f"{settings.ranks} ranks do not divide this model:"
-            + "".join(f"\n  - {p}" for p in dict.fromkeys(problems))
-            + "\nChoose another number of ranks"
-            + (", or experts 'ep'." if settings.experts != "ep" else ".")
-        )
     return experts, others
 
 
 def _numbers(c: ModelConfig, s: MemorySettings, array: WeightArray, part: Part) -> int:
     """Entries of one layer's `part` on one rank, over all of the rank's experts."""
     if array.per_expert and s.experts == "ep":
-        if c.num_experts % s.ranks:
-            raise ValueError(f"num_experts {c.num_experts} does not divide by {s.ranks} ranks")
         return c.num_experts // s.ranks * prod(part.shape)
     if array.name in _LATENT_PROJECTIONS and s.router == "copied":
         return prod(part.shape)
@@ -372,7 +365,11 @@ def cache_bytes(config: ModelConfig, run: RunConfig, ranks: int = 1) -> int:
 
 
 def require_room(
-    config: ModelConfig, free_bytes: int, run: RunConfig | None = None, ranks: int = 1
+    config: ModelConfig,
+    free_bytes: int,
+    run: RunConfig | None = None,
+    ranks: int = 1,
+    experts: Experts = "tp",
 ) -> int:
     """Bytes that weights and cache will take on one rank, if they are free; asked before a load.
 
@@ -381,11 +378,13 @@ def require_room(
         free_bytes: free memory of one device.
         run: run settings for the cache; None counts the weights alone.
         ranks: number of ranks the weights are cut over.
+        experts: how routed experts are cut.
 
     Raises:
+        ConfigError: the model does not divide by the ranks.
         DoesNotFitError: with both sizes and the shortfall.
     """
-    weights = sum(weight_bytes(config, MemorySettings(ranks=ranks)))
+    weights = sum(weight_bytes(config, MemorySettings(ranks=ranks, experts=experts)))
     cache = 0 if run is None else cache_bytes(config, run, ranks)
     if weights + cache > free_bytes:
         raise DoesNotFitError(

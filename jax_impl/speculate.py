@@ -18,17 +18,26 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from jax_impl.acceptance import accept
 from jax_impl.acceptance_config import Acceptance
 from jax_impl.backend import AUTO, Backend
 from jax_impl.cache import Cache, SpeculativeOutputs, StepInputs, StepOutputs
-from jax_impl.collectives import all_gather
 from jax_impl.draft_weights import DraftWeights
 from jax_impl.drafter import propose, write_context
 from jax_impl.model import forward
 from jax_impl.params import Weights
-from jax_impl.sampling import acceptance_uniforms, token_noise
+from jax_impl.sampling import acceptance_uniforms, all_finite, token_noise
+from jax_impl.sharding import (
+    cache_specs,
+    draft_specs,
+    input_specs,
+    output_specs,
+    spread,
+    weight_specs,
+)
 from jax_impl.static import DraftStatic, Static
 from jax_impl.step import conclude
 
@@ -110,21 +119,22 @@ def _judge(
     """Tokens i32 [B, T], count i32 [B] and whether all logits are finite, from hidden [N, D]."""
     batch, width = inputs.tokens.shape
     values, _, _ = backend.logits(static, weights.root, hidden)
-    values = all_gather(values, static.ranks).reshape(batch, width, -1)
+    values = values.reshape(batch, width, -1)
     real = inputs.row_live()
     values = jnp.where(real[..., None], values, 0.0)
-    finite = jnp.all(jnp.isfinite(values), axis=(1, 2))
+    finite = all_finite(values, static.ranks)
     drafts = jnp.where(real[:, 1:], inputs.tokens[:, 1:], -1)
     uniforms = acceptance_uniforms(
         inputs.seed, inputs.position, width - 1, salted=method.rule == "block"
     )
 
     def noise(row: jax.Array) -> jax.Array:
-        return token_noise(inputs.seed, inputs.position + row + 1, values.shape[-1])
+        position = inputs.position + row + 1
+        return token_noise(inputs.seed, position, values.shape[-1], static.ranks)
 
     tokens, count = accept(
         method, values, drafts, inputs.draft_logits, inputs.temperature, uniforms, noise,
-        inputs.filters,
+        inputs.filters, static.ranks,
     )  # fmt: skip
     count = jnp.where(real[:, 0], count, 0)
     emitted = jnp.arange(width) < count[:, None]
@@ -186,17 +196,19 @@ def build_speculative_step(
     backend: Backend = AUTO,
     method: Acceptance = Acceptance(),  # noqa: B008  (frozen)
     drafts: int = 7,
+    mesh: Mesh | None = None,
 ) -> SpeculativeStep:
     """The jitted step; one compilation per batch size. Donates the cache.
 
-    The same arguments give the same callable, and with it the same compilations.
+    The same arguments give the same callable, and with it the same compilations. With a mesh the
+    arrays are global ones, laid out as `jax_impl.sharding` says.
 
     Raises:
         ConfigError: the method does not fit the number of drafts, or the drafter the target.
     """
     _require(static, draft, method, drafts)
     run = partial(speculative_step, static, draft, backend, method, drafts)
-    return jax.jit(run, donate_argnums=2)
+    return _spread(run, static, draft, mesh, P())
 
 
 @lru_cache(maxsize=16)
@@ -206,11 +218,12 @@ def build_speculative_prefill(
     backend: Backend = AUTO,
     method: Acceptance = Acceptance(),  # noqa: B008  (frozen)
     drafts: int = 7,
+    mesh: Mesh | None = None,
 ) -> SpeculativePrefill:
     """The jitted prefill of a chunk; otherwise as `build_speculative_step`."""
     _require(static, draft, method, drafts)
     run = partial(speculative_prefill, static, draft, backend, method, drafts)
-    return jax.jit(run, donate_argnums=2)
+    return _spread(run, static, draft, mesh, output_specs())
 
 
 @lru_cache(maxsize=16)
@@ -221,6 +234,7 @@ def build_speculative_loop(
     method: Acceptance = Acceptance(),  # noqa: B008  (frozen)
     drafts: int = 7,
     steps: int = 10,
+    mesh: Mesh | None = None,
 ) -> SpeculativeStep:
     """`steps` steps in one program; outputs have `steps` as leading axis. Donates the cache."""
     _require(static, draft, method, drafts)
@@ -239,7 +253,15 @@ def build_speculative_loop(
         cache, inputs, collected = lax.fori_loop(0, steps, body, (cache, inputs, empty))
         return cache, collected, inputs
 
-    return jax.jit(run, donate_argnums=2)
+    return _spread(run, static, draft, mesh, P())
+
+
+def _spread(
+    function: Callable, static: Static, draft: DraftStatic, mesh: Mesh | None, outputs: Any
+) -> Callable:
+    cache, inputs = cache_specs(static.run), input_specs()
+    weights = weight_specs(static.config, static.run), draft_specs(draft.config)
+    return spread(function, mesh, (*weights, cache, inputs), (cache, outputs, inputs), donate=2)
 
 
 def _require(static: Static, draft: DraftStatic, method: Acceptance, drafts: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from jax_impl.collectives import ONE_RANK, Ranks
+from jax_impl.collectives import ONE_RANK, ContextSplit, Ranks
 from jax_impl.config import ModelConfig, RunConfig
 from jax_impl.draft_config import DraftConfig
 from jax_impl.numerics import Numerics
@@ -27,6 +27,11 @@ class Static:
     def betas(self) -> tuple[float, float]:
         """The two soft caps of SiTU."""
         return self.config.activation_situ_beta, self.config.activation_situ_linear_beta
+
+    @property
+    def context(self) -> ContextSplit:
+        """How the rows of the MLA latent cache lie on the ranks."""
+        return ContextSplit(self.run.dcp, self.run.dcp_interleave, self.ranks)
 
 
 @dataclass(frozen=True)

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 
 from jax_impl.backend import AUTO, Backend
 from jax_impl.cache import Cache, StepInputs, StepOutputs
+from jax_impl.collectives import all_reduce
 from jax_impl.model import forward
 from jax_impl.params import Weights
-from jax_impl.sampling import draw
+from jax_impl.sampling import all_finite, draw, first_id, highest
+from jax_impl.sharding import cache_specs, input_specs, output_specs, spec, spread, weight_specs
 from jax_impl.static import Static
 
 Rows = Literal["last", "all"]
@@ -62,13 +66,14 @@ def conclude(
         real, last = jnp.any(real, axis=1, keepdims=True), jnp.zeros_like(last)
     flat = hidden.reshape(-1, hidden.shape[-1])
     values, top, argmax = backend.logits(static, weights.root, flat)
+    top, argmax = highest(top, argmax + first_id(values, static.ranks), static.ranks)
     shape = hidden.shape[:2]
     values = jnp.where(real[..., None], values.reshape(*shape, -1), 0.0)
     final = jnp.take_along_axis(values, last[:, None, None], axis=1)[:, 0]
     position = inputs.position + inputs.count
-    token = draw(final, inputs.temperature, inputs.seed, position, inputs.filters)
+    token = draw(final, inputs.temperature, inputs.seed, position, inputs.filters, static.ranks)
     token = jnp.where(inputs.live, token, static.config.pad_token_id)
-    finite = jnp.all(jnp.isfinite(values), axis=(1, 2))
+    finite = all_finite(values, static.ranks)
     following = inputs.replace(
         tokens=token[:, None], count=jnp.minimum(inputs.count, 1), position=position
     )
@@ -77,24 +82,51 @@ def conclude(
 
 
 @lru_cache(maxsize=64)
-def build_step(static: Static, backend: Backend = AUTO, rows: Rows = "last") -> Step:
+def build_step(
+    static: Static, backend: Backend = AUTO, rows: Rows = "last", mesh: Mesh | None = None
+) -> Step:
     """The jitted step; compiles once per shape of the inputs. Donates the cache.
 
-    The same arguments give the same callable, and with it the same compilations.
+    The same arguments give the same callable, and with it the same compilations. With a mesh the
+    arrays are global ones, laid out as `jax_impl.sharding` says.
     """
-    return jax.jit(
-        lambda weights, cache, inputs: step(static, backend, rows, weights, cache, inputs),
-        donate_argnums=1,
+    return spread(
+        partial(step, static, backend, rows),
+        mesh,
+        (weight_specs(static.config, static.run), cache_specs(static.run), input_specs()),
+        (cache_specs(static.run), output_specs(), input_specs()),
+        donate=1,
     )
 
 
 @lru_cache(maxsize=16)
-def build_recording_step(static: Static, backend: Backend = AUTO) -> Callable:
-    """Like `build_step` with all rows, returning the stage outputs by name as a fourth result."""
+def build_recording_step(
+    static: Static, backend: Backend = AUTO, mesh: Mesh | None = None
+) -> Callable:
+    """Like `build_step` with all rows, returning the stage outputs by name as a fourth result.
+
+    With a mesh they are those of all ranks together: heads side by side, partial sums added up.
+    """
 
     def recorded(weights: Weights, cache: Cache, inputs: StepInputs):
         record: dict[str, Any] = {}
         cache, outputs, following = step(static, backend, "all", weights, cache, inputs, record)
-        return cache, outputs, following, record
+        for name, value in record.items():
+            if name.endswith((".routed", ".shared")):
+                record[name] = all_reduce(value, static.ranks)
+        heads = {n: record.pop(n) for n in list(record) if n.endswith(".heads")}
+        return cache, outputs, following, record, heads
 
-    return jax.jit(recorded, donate_argnums=1)
+    built = spread(
+        recorded,
+        mesh,
+        (weight_specs(static.config, static.run), cache_specs(static.run), input_specs()),
+        (cache_specs(static.run), output_specs(), input_specs(), P(), spec(1)),
+        donate=1,
+    )
+
+    def joined(weights: Weights, cache: Cache, inputs: StepInputs):
+        *found, record, heads = built(weights, cache, inputs)
+        return *found, record | heads
+
+    return joined

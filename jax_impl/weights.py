@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import gcd
+from typing import Literal
 
 from jax_impl.config import GROUP, ModelConfig
 from jax_impl.draft_config import DraftConfig
@@ -17,6 +19,7 @@ from jax_impl.draft_config import DraftConfig
 BF16, F32, U8 = "bfloat16", "float32", "uint8"
 BYTES = {BF16: 2, F32: 4, U8: 1}
 AnyConfig = ModelConfig | DraftConfig
+Experts = Literal["tp", "ep"]  # every expert's width cut over the ranks, or whole experts per rank
 
 
 @dataclass(frozen=True)
@@ -29,6 +32,9 @@ class Part:
         cut: axis that is cut over the ranks, or None for a copy on every rank.
         stored: shape in the file where it differs (the convolution's extra axis).
         padded: the file may hold more entries than `shape`, all zero (`A_log`).
+        group: inputs that share one entry of the cut axis (1, or `GROUP` for scales). Where a rank
+            has fewer inputs than a group, or ends within one, ranks share the entry and each keeps
+            a copy.
     """
 
     key: str
@@ -36,11 +42,15 @@ class Part:
     cut: int | None = None
     stored: tuple[int, ...] | None = None
     padded: bool = False
+    group: int = 1
 
 
 @dataclass(frozen=True)
 class WeightArray:
-    """One device array: `parts` joined along axis 0, stacked over `layers` (and experts)."""
+    """One device array: `parts` joined along axis 0, stacked over `layers` (and experts).
+
+    Over several ranks the whole array is the ranks' arrays one behind the other along `cut_axis`.
+    """
 
     kind: str
     name: str
@@ -48,12 +58,29 @@ class WeightArray:
     parts: tuple[Part, ...]
     per_expert: bool = False
 
-    def shape(self, c: AnyConfig, ranks: int = 1) -> tuple[int, ...]:
-        """Shape of one rank's array, with the leading layer (and expert) axes."""
-        locals_ = [local_shape(p, ranks) for p in self.parts]
+    def shape(self, c: AnyConfig, ranks: int = 1, experts: Experts = "tp") -> tuple[int, ...]:
+        """Shape of one rank's array, with the leading layer (and expert) axes.
+
+        Raises:
+            ValueError: something does not divide by `ranks`; `indivisible` lists all of it.
+        """
+        whole = self.per_expert and experts == "ep"
+        locals_ = [local_shape(p, 1 if whole else ranks) for p in self.parts]
         joined = (sum(s[0] for s in locals_), *locals_[0][1:])
         lead = () if self.kind == "root" else (len(layers_of(c, self.kind)),)
-        return (*lead, *((c.num_experts,) if self.per_expert else ()), *joined)
+        if self.per_expert:
+            lead = (*lead, c.num_experts // ranks if whole else c.num_experts)
+        return (*lead, *joined)
+
+    def cut_axis(self, experts: Experts = "tp") -> int | None:
+        """Axis along which the ranks' arrays stand one behind the other; None: all are equal."""
+        if self.per_expert and experts == "ep":
+            return 1
+        cuts = {p.cut for p in self.parts} - {None}
+        if not cuts:
+            return None
+        (cut,) = cuts
+        return cut + (self.kind != "root") + self.per_expert
 
 
 def local_shape(part: Part, ranks: int) -> tuple[int, ...]:
@@ -64,12 +91,53 @@ def local_shape(part: Part, ranks: int) -> tuple[int, ...]:
     """
     if part.cut is None or ranks == 1:
         return part.shape
-    size = part.shape[part.cut]
+    size = part.shape[part.cut] * part.group
     if size % ranks:
-        raise ValueError(
-            f"{part.key}: axis {part.cut} of {part.shape} does not divide by {ranks} ranks"
-        )
-    return (*part.shape[: part.cut], size // ranks, *part.shape[part.cut + 1 :])
+        raise ValueError(f"{part.key}: {size} does not divide by {ranks} ranks")
+    share = size // ranks
+    local = share // gcd(share, part.group)
+    return (*part.shape[: part.cut], local, *part.shape[part.cut + 1 :])
+
+
+def rank_entries(part: Part, ranks: int, rank: int) -> list[int]:
+    """Entries of the cut axis that rank `rank` holds, in order; an entry may stand twice."""
+    if part.cut is None:
+        raise ValueError(f"{part.key} is not cut")
+    share = part.shape[part.cut] * part.group // ranks
+    step = gcd(share, part.group)
+    return [i // part.group for i in range(rank * share, (rank + 1) * share, step)]
+
+
+def indivisible(
+    c: AnyConfig,
+    table: tuple[WeightArray, ...],
+    ranks: int,
+    experts: Experts = "tp",
+    copied: tuple[str, ...] = (),
+) -> list[str]:
+    """What of the arrays in `table` does not divide by `ranks`, each with its numbers.
+
+    `copied` names arrays that every rank is to hold whole.
+    """
+    heads = ("kda_num_heads", "num_attention_heads")
+    problems = [  # a width may divide where it would cut through a head
+        f"{name} {getattr(c, name)} does not divide by {ranks} ranks"
+        for name in heads
+        if getattr(c, name, 0) % ranks
+    ]
+    for array in table:
+        if array.name in copied:
+            continue
+        if array.per_expert and experts == "ep":
+            if c.num_experts % ranks:
+                problems.append(f"num_experts {c.num_experts} does not divide by {ranks} ranks")
+            continue
+        for part in array.parts:
+            try:
+                local_shape(part, ranks)
+            except ValueError as error:
+                problems.append(str(error))
+    return list(dict.fromkeys(problems))
 
 
 def layers_of(c: AnyConfig, kind: str) -> tuple[int, ...]:
@@ -194,8 +262,11 @@ def _moe(c: ModelConfig) -> tuple[WeightArray, ...]:
     )
     moe = "block_sparse_moe"
 
-    def expert(name: str, keys: tuple[str, ...], suffix: str, shape: tuple[int, int], cut: int):
-        parts = tuple(Part(f"{moe}.experts.{{e}}.{k}.weight_{suffix}", shape, cut) for k in keys)
+    def expert(
+        name: str, keys: tuple[str, ...], suffix: str, shape: tuple[int, int], cut: int, group=1
+    ) -> WeightArray:
+        key = f"{moe}.experts.{{e}}.{{k}}.weight_{suffix}"
+        parts = tuple(Part(key.replace("{k}", k), shape, cut, group=group) for k in keys)
         return WeightArray("moe", name, U8, parts, per_expert=True)
 
     down, up = f"{moe}.routed_expert_down_proj.weight", f"{moe}.routed_expert_up_proj.weight"
@@ -215,7 +286,7 @@ def _moe(c: ModelConfig) -> tuple[WeightArray, ...]:
         expert("w13_packed", ("w1", "w3"), "packed", (m, z // 2), 0),
         expert("w13_scale", ("w1", "w3"), "scale", (m, z // GROUP), 0),
         expert("w2_packed", ("w2",), "packed", (z, m // 2), 1),
-        expert("w2_scale", ("w2",), "scale", (z, m // GROUP), 1),
+        expert("w2_scale", ("w2",), "scale", (z, m // GROUP), 1, GROUP),
     )
 
 

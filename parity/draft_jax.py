@@ -18,7 +18,8 @@ from jax_impl import drafter
 from jax_impl.backend import AUTO
 from jax_impl.cache import Cache, StepInputs, make_cache
 from jax_impl.config import RunConfig
-from jax_impl.draft_weights import DraftWeights, load_draft, open_draft
+from jax_impl.draft_weights import DraftWeights, open_draft
+from jax_impl.loader import load_draft
 from jax_impl.params import Weights
 from jax_impl.stages.draft import combine, draft_layer
 from jax_impl.static import DraftStatic, Static

@@ -18,7 +18,8 @@ import numpy as np
 
 from jax_impl.cache import Cache, StepInputs, make_cache
 from jax_impl.config import RunConfig
-from jax_impl.draft_weights import load_draft, open_draft
+from jax_impl.draft_weights import open_draft
+from jax_impl.loader import load_draft
 from jax_impl.make_tiny import make_checkpoint
 from jax_impl.speculate import build_speculative_prefill, build_speculative_step
 from jax_impl.static import DraftStatic, Static

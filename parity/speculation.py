@@ -19,7 +19,8 @@ from jax_impl.backend import AUTO
 from jax_impl.cache import PAD, Cache, StepInputs, make_cache
 from jax_impl.config import ModelConfig, RunConfig
 from jax_impl.draft_config import DraftConfig
-from jax_impl.draft_weights import DraftWeights, load_draft, open_draft
+from jax_impl.draft_weights import DraftWeights, open_draft
+from jax_impl.loader import load_draft
 from jax_impl.make_tiny import make_checkpoint
 from jax_impl.params import Weights
 from jax_impl.speculate import (

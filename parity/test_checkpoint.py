@@ -15,6 +15,7 @@ from jax_impl import loader
 from jax_impl.checkpoint import INDEX, SINGLE, Checkpoint, CheckpointError
 from jax_impl.config import ConfigError, ModelConfig, RunConfig
 from jax_impl.loader import load_weights
+from jax_impl.sharding import ONE_DEVICE
 from jax_impl.make_tiny import make_checkpoint
 from jax_impl.memory import DoesNotFitError, cache_bytes
 from jax_impl.weights import checkpoint_tensors, weight_table
@@ -127,10 +128,11 @@ def test_placing_is_in_place():
 
     stack, block = jnp.zeros((4, 256, 256)), np.ones((1, 64, 256), np.float32)
     start = tuple(np.int32(i) for i in (2, 64, 0))
-    memory = loader._place.lower(stack, block, start).compile().memory_analysis()
+    place = loader._placer(ONE_DEVICE, 0)
+    memory = place.lower(stack, block, start).compile().memory_analysis()
     assert memory.alias_size_in_bytes == stack.nbytes and memory.temp_size_in_bytes == 0
     address = stack.unsafe_buffer_pointer()
-    placed = loader._place(stack, block, start)
+    placed = place(stack, block, start)
     assert placed.unsafe_buffer_pointer() == address and stack.is_deleted()
     assert float(placed.sum()) == block.size and float(placed[2, 64:128].sum()) == block.size
 

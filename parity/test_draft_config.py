@@ -18,9 +18,9 @@ from jax_impl.draft_config import DraftConfig, Yarn
 from jax_impl.draft_weights import (
     abstract_draft_weights,
     draft_table,
-    load_draft,
     open_draft,
 )
+from jax_impl.loader import load_draft
 from jax_impl.make_tiny import plan
 from jax_impl.numerics import Numerics
 from jax_impl.ops import yarn

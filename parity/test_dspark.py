@@ -17,9 +17,9 @@ from jax_impl.config import ModelConfig, RunConfig
 from jax_impl.draft_config import DraftConfig
 from jax_impl.draft_weights import (
     DraftWeights,
-    load_draft,
     open_draft,
 )
+from jax_impl.loader import load_draft
 from jax_impl.ops.draft import confidence
 from jax_impl.params import Weights
 from jax_impl.speculate import build_speculative_prefill

@@ -40,11 +40,13 @@ def routed_experts(
 ) -> Float[Array, "N Z"]:
     """Weighted sum over the chosen experts, f32 and not rounded (ranks' shares are summed first).
 
-    Each expert's output is rounded before it is weighted, as in both profiles.
+    Each expert's output is rounded before it is weighted, as in both profiles. Ids outside 0..E-1
+    are another rank's experts and add nothing.
     """
     form = gathered if ids.size <= GATHER_PAIRS else grouped
-    r = form(nx, latent, ids, w, betas)
-    return jnp.sum(f32(r) * weights[..., None], axis=1)
+    here = (ids >= 0) & (ids < w.w13_packed.shape[0])
+    r = form(nx, latent, jnp.where(here, ids, w.w13_packed.shape[0]), w, betas)
+    return jnp.sum(jnp.where(here[..., None], f32(r) * weights[..., None], 0.0), axis=1)
 
 
 def gathered(
@@ -54,8 +56,11 @@ def gathered(
     w: ExpertWeights,
     betas: tuple[float, float],
 ) -> Float[Array, "N k Z"]:
-    """Every (row, expert) pair with its own copy of the expert's weights."""
-    mine = ExpertWeights(*(a[ids] for a in w))
+    """Every (row, expert) pair with its own copy of the expert's weights.
+
+    The pairs of id E compute something that the caller drops.
+    """
+    mine = ExpertWeights(*(a[jnp.minimum(ids, a.shape[0] - 1)] for a in w))
     gate_up = nx.round(
         nx.einsum("nz,nkoz->nko", latent, dequantise(mine.w13_packed, mine.w13_scale))
     )
@@ -71,12 +76,15 @@ def grouped(
     w: ExpertWeights,
     betas: tuple[float, float],
 ) -> Float[Array, "N k Z"]:
-    """The same, expert by expert: pairs sorted by expert, `BLOCK` of them per loop turn."""
+    """The same, expert by expert: pairs sorted by expert, `BLOCK` of them per loop turn.
+
+    Pairs of id E are sorted last and left at zero.
+    """
     n, k = ids.shape
     experts = w.w13_packed.shape[0]
     flat = ids.reshape(-1)
     order = jnp.argsort(flat, stable=True)
-    count = jnp.zeros(experts, jnp.int32).at[flat].add(1)
+    count = jnp.zeros(experts, jnp.int32).at[flat].add(1, mode="drop")
     start = jnp.cumsum(count) - count
     last_block = jnp.cumsum(-(-count // BLOCK))
 
@@ -94,5 +102,6 @@ def grouped(
         r = nx.linear(h, dequantise(one.w2_packed, one.w2_scale))
         return out.at[target].set(r, mode="drop")
 
-    out = jnp.zeros((n * k, latent.shape[1]), nx.dtype)
+    # the sum with a weight makes the loop's start vary over the ranks where its result does
+    out = jnp.zeros((n * k, latent.shape[1]), nx.dtype) + 0 * w.w2_scale[0, 0, 0].astype(nx.dtype)
     return lax.fori_loop(0, last_block[-1], turn, out).reshape(n, k, -1)

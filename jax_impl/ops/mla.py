@@ -31,12 +31,19 @@ def split_kv_b(
     return heads[:, :nope], heads[:, nope:]
 
 
-def _softmax(scores: Float[Array, "B H T S"], visible: Bool[Array, "B T S"]) -> jax.Array:
-    """Softmax over the visible positions; a row that sees nothing gives zeros, not NaN."""
+def _weights(
+    scores: Float[Array, "B H T S"], visible: Bool[Array, "B T S"]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """exp(scores - top) of what is visible, their sum and top [B, H, T, 1] (-inf: sees nothing)."""
     seen = visible[:, None]
     top = jnp.max(jnp.where(seen, scores, -jnp.inf), -1, keepdims=True)
     weight = jnp.where(seen, jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0.0)), 0.0)
-    total = jnp.sum(weight, -1, keepdims=True)
+    return weight, jnp.sum(weight, -1, keepdims=True), top
+
+
+def _softmax(scores: Float[Array, "B H T S"], visible: Bool[Array, "B T S"]) -> jax.Array:
+    """Softmax over the visible positions; a row that sees nothing gives zeros, not NaN."""
+    weight, total, _ = _weights(scores, visible)
     return weight / jnp.where(total == 0.0, 1.0, total)
 
 
@@ -54,13 +61,55 @@ def absorbed_attention(
 
     `scale` None is the inverse root of the query width.
     """
-    nope, rank = w_uk.shape[1:]
     scale = q.shape[-1] ** -0.5 if scale is None else scale
+    q_row = absorb_query(nx, q, w_uk)
+    latent, _ = latent_attention(nx, q_row, kv, visible, w_uv.shape[2], scale)
+    return expand_value(nx, latent, w_uv)
+
+
+def absorb_query(
+    nx: Numerics, q: Float[Array, "B T H dq"], w_uk: Float[Array, "H nope R"]
+) -> Float[Array, "B T H row"]:
+    """Queries that meet cache rows directly: W_UK^T q, then the un-rotated part."""
+    nope = w_uk.shape[1]
     q_latent = nx.round(nx.einsum("bthn,hnr->bthr", q[..., :nope], w_uk))
-    q_row = jnp.concatenate([q_latent, q[..., nope:]], axis=-1)
-    share = _softmax(scale * nx.einsum("bthr,bsr->bhts", q_row, kv), visible)
+    return jnp.concatenate([q_latent, q[..., nope:]], axis=-1)
+
+
+def latent_attention(
+    nx: Numerics,
+    q_row: Float[Array, "B T H row"],
+    kv: Float[Array, "B S row"],
+    visible: Bool[Array, "B T S"],
+    rank: int,
+    scale: float,
+) -> tuple[Float[Array, "B T H R"], Float[Array, "B T H"]]:
+    """Mean of the visible latents under softmax, and the log-sum-exp of the scores; both f32.
+
+    A row that sees nothing gives zeros and -inf.
+    """
+    weight, total, top = _weights(scale * nx.einsum("bthr,bsr->bhts", q_row, kv), visible)
+    share = weight / jnp.where(total == 0.0, 1.0, total)
     # the shares stay f32: the product with the latents is not a bf16 GEMM in this form
     latent = jnp.einsum("bhts,bsr->bthr", share, f32(kv[..., :rank]), precision="highest")
+    return latent, jnp.moveaxis((top + jnp.log(total))[..., 0], 1, 2)
+
+
+def merge_attention(
+    latents: Float[Array, "W B T H R"], lse: Float[Array, "W B T H"]
+) -> Float[Array, "B T H R"]:
+    """Attention over the union of W parts of the context, each with its log-sum-exp."""
+    top = jnp.max(lse, axis=0)
+    weight = jnp.exp(lse - jnp.where(jnp.isfinite(top), top, 0.0))
+    total = jnp.sum(weight, axis=0)
+    share = weight / jnp.where(total == 0.0, 1.0, total)
+    return jnp.sum(share[..., None] * latents, axis=0)
+
+
+def expand_value(
+    nx: Numerics, latent: Float[Array, "B T H R"], w_uv: Float[Array, "H V R"]
+) -> Float[Array, "B T H V"]:
+    """W_UV on the attended latents, which are rounded once before it."""
     return nx.round(nx.einsum("bthr,hvr->bthv", nx.round(latent), w_uv))
 
 

@@ -104,7 +104,7 @@ def draft_layer(
     kv_a = kv_a.reshape(batch, tokens, -1)
     rows = _latent_rows(static, kv_a, w.kv_a_layernorm, position)
     draft_kv = write_rows(inputs, layer, rows, draft_kv, kv_scale)
-    kv, stored = read_rows(nx, inputs, layer, draft_kv, kv_scale)
+    kv, stored, _ = read_rows(nx, inputs, layer, draft_kv, kv_scale)
     visible = _visible(static, inputs, stored)
     w_uk, w_uv = mla_ops.split_kv_b(w.kv_b_proj, c.qk_nope_head_dim, c.v_head_dim)
     scale = softmax_scale(c.qk_head_dim, c.rope)
@@ -141,18 +141,18 @@ def draft_markov(
     Args: base f32 [B, K, X] logits of the block on this rank; inputs with the anchor in column 0,
     `position` its position. With `sample` a row of temperature above 0 draws from
     softmax(logits / temperature), no filters; else the largest logit counts, the lower id in ties.
-    Returns: drafts i32 [B, K], logits f32 [B, K, vocabulary] before the temperature.
+    Returns: drafts i32 [B, K], logits f32 [B, K, X] on this rank before the temperature.
     """
     previous = inputs.tokens[:, 0]
     drafts, all_logits = [], []
     for k in range(base.shape[1]):
         row = w.markov_w1[jnp.clip(previous, 0, w.markov_w1.shape[0] - 1)]
-        biased = base[:, k] + markov_bias(static.nx, row, w.markov_w2)
-        logits = all_gather(biased, static.ranks)
-        noise = (
-            draft_noise(inputs.seed, inputs.position + k, k, logits.shape[-1]) if sample else None
-        )
-        previous = pick(logits, inputs.temperature, noise)
+        logits = base[:, k] + markov_bias(static.nx, row, w.markov_w2)
+        noise = None
+        if sample:
+            position = inputs.position + k
+            noise = draft_noise(inputs.seed, position, k, logits.shape[-1], static.ranks)
+        previous = pick(logits, inputs.temperature, noise, static.ranks)
         drafts.append(previous)
         all_logits.append(logits)
     return jnp.stack(drafts, axis=1), jnp.stack(all_logits, axis=1)

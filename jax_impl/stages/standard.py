@@ -11,7 +11,14 @@ import jax
 import jax.numpy as jnp
 
 from jax_impl.cache import StepInputs
-from jax_impl.collectives import all_gather, all_reduce, rank_index
+from jax_impl.collectives import (
+    all_gather,
+    all_gather_packed,
+    all_reduce,
+    all_reduce_packed,
+    all_to_all,
+    rank_index,
+)
 from jax_impl.draft_config import MAX_DRAFTS
 from jax_impl.numerics import f32
 from jax_impl.ops import kda as kda_ops
@@ -167,6 +174,8 @@ def mla(
 ) -> tuple[jax.Array, jax.Array]:
     """MLA up to its output gate: write the new latent rows, then attend over the whole sequence.
 
+    Crosses ranks where the context is spread over them, and only then.
+
     Args: x [N, D]; `layer` counts MLA layers; kv_latent [L, P, page, latent + rope].
     Returns: heads [N, H v] on this rank, kv_latent (in place).
     """
@@ -178,14 +187,38 @@ def mla(
     q = nx.linear(rmsnorm(nx, q_a, w.q_a_layernorm, eps), w.q_b_proj)
     latent = rmsnorm(nx, kv_a[:, :rank], w.kv_a_layernorm, eps)
     rows = jnp.concatenate([latent, kv_a[:, rank:]], axis=-1).reshape(batch, tokens, -1)
-    kv_latent = write_rows(inputs, layer, rows, kv_latent, kv_scale)
-    kv, stored = read_rows(nx, inputs, layer, kv_latent, kv_scale)
+    kv_latent = write_rows(inputs, layer, rows, kv_latent, kv_scale, static.context)
+    kv, stored, where = read_rows(nx, inputs, layer, kv_latent, kv_scale, static.context)
     # a token sees everything up to itself
-    visible = stored[:, None] & (jnp.arange(kv.shape[1]) <= positions(inputs)[..., None])
+    visible = stored[:, None] & (where <= positions(inputs)[..., None])
     w_uk, w_uv = mla_ops.split_kv_b(w.kv_b_proj, c.qk_nope_head_dim, c.v_head_dim)
-    attend = mla_ops.explicit_attention if nx.profile == "H" else mla_ops.absorbed_attention
-    o = attend(nx, q.reshape(batch, tokens, -1, c.qk_head_dim), kv, w_uk, w_uv, visible)
+    q = q.reshape(batch, tokens, -1, c.qk_head_dim)
+    if static.run.dcp > 1:
+        o = _attend_spread(static, q, kv, w_uk, w_uv, visible)
+    else:
+        attend = mla_ops.explicit_attention if nx.profile == "H" else mla_ops.absorbed_attention
+        o = attend(nx, q, kv, w_uk, w_uv, visible)
     return mla_ops.output_gate(nx, o.reshape(gate.shape), gate), kv_latent
+
+
+def _attend_spread(static: Static, q, kv, w_uk, w_uv, visible) -> jax.Array:
+    """Absorbed attention of this rank's heads over the rows of all ranks [B, T, H, v].
+
+    Two exchanges: the queries of all heads come here; the heads' results over the rows here go home
+    with their log-sum-exp.
+    """
+    nx, ranks = static.nx, static.ranks
+    mine = mla_ops.absorb_query(nx, q, w_uk)
+    batch, tokens, heads, row = mine.shape
+    gathered = all_gather(mine.reshape(batch, tokens, heads * row), ranks)
+    everyone = gathered.reshape(batch, tokens, ranks.size * heads, row)
+    latent, lse = mla_ops.latent_attention(
+        nx, everyone, kv, visible, w_uv.shape[2], q.shape[-1] ** -0.5
+    )
+    packed = jnp.concatenate([latent, lse[..., None]], axis=-1)
+    packed = packed.reshape(batch, tokens, ranks.size, heads, -1)
+    home = all_to_all(jnp.moveaxis(packed, 2, 0), ranks)
+    return mla_ops.expand_value(nx, mla_ops.merge_attention(home[..., :-1], home[..., -1]), w_uv)
 
 
 def attn_out(
@@ -228,8 +261,9 @@ def dense(static: Static, w: Dense, y: jax.Array) -> jax.Array:
 def route(static: Static, w: Moe, y: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Latent [N, Z], expert ids i32 [N, k] and expert weights f32 [N, k]. Crosses ranks."""
     c, nx = static.config, static.nx
-    logits = all_gather(nx.project(y, w.gate), static.ranks)
-    latent = all_gather(nx.linear(y, w.routed_expert_down_proj), static.ranks)
+    logits, latent = all_gather_packed(
+        (nx.project(y, w.gate), nx.linear(y, w.routed_expert_down_proj)), static.ranks
+    )
     ids, weights = choose_experts(
         logits,
         w.e_score_correction_bias,
@@ -251,6 +285,8 @@ def experts(
 ) -> tuple[jax.Array, jax.Array]:
     """This rank's share of the routed sum [N, Z] and of the shared experts [N, D], both f32."""
     packed = ExpertWeights(w.w13_packed, w.w13_scale, w.w2_packed, w.w2_scale)
+    if static.run.experts == "ep":  # ids of this rank's experts; others are out of range
+        ids = ids - rank_index(static.ranks) * w.w13_packed.shape[0]
     routed = routed_experts(static.nx, latent, ids, weights, packed, static.betas)
     shared = situ_mlp(static.nx, y, w.shared_gate_up_proj, w.shared_down_proj, *static.betas)
     return routed, shared
@@ -262,10 +298,9 @@ def moe_out(static: Static, w: Moe, routed: jax.Array, shared: jax.Array) -> jax
     The norm is not linear: it must see the sum over all experts and all ranks.
     """
     nx = static.nx
-    total = nx.round(all_reduce(routed, static.ranks))
+    total, shared = (nx.round(x) for x in all_reduce_packed((routed, shared), static.ranks))
     normed = rmsnorm(nx, total, w.routed_expert_norm, static.config.rms_norm_eps)
     up = all_gather(nx.linear(normed, w.routed_expert_up_proj), static.ranks)
-    shared = nx.round(all_reduce(shared, static.ranks))
     return nx.round(f32(up) + f32(shared))
 
 

@@ -1,0 +1,201 @@
+"""The mesh, and how every array lies on it: one axis, one `shard_map` around a step.
+
+A global array is the ranks' local arrays one behind the other along the axis that the weight table
+(or `cache_cuts`) names; a part that all ranks need whole stands in it once per rank. The check of
+varying axes is on everywhere and has no exceptions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jax_impl.cache import Cache, StepInputs, StepOutputs, cache_cuts, cache_shapes
+from jax_impl.collectives import ONE_RANK, Ranks
+from jax_impl.config import ConfigError, ModelConfig, RunConfig
+from jax_impl.draft_config import DraftConfig
+from jax_impl.draft_weights import DraftWeights, draft_from_arrays, draft_table
+from jax_impl.params import Weights, from_arrays
+from jax_impl.weights import Experts, WeightArray, indivisible, weight_table
+
+AXIS = "tp"
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the ranks' shares go.
+
+    Attributes:
+        ranks: over how many ranks the model is cut.
+        mesh: the ranks' devices in rank order; None: the default device holds one rank's share.
+        rank: that rank's number, where there is no mesh.
+        experts: how routed experts are cut.
+    """
+
+    ranks: Ranks = ONE_RANK
+    mesh: Mesh | None = None
+    rank: int = 0
+    experts: Experts = "tp"
+
+    @property
+    def here(self) -> tuple[int, ...]:
+        """Ranks whose shares this process holds."""
+        if self.mesh is None:
+            return (self.rank,)
+        mine = jax.process_index()
+        return tuple(i for i, d in enumerate(self.mesh.devices.flat) if d.process_index == mine)
+
+    def sharding(self, cut: int | None) -> NamedSharding | None:
+        """Sharding of an array cut along `cut`; None without a mesh."""
+        return None if self.mesh is None else NamedSharding(self.mesh, spec(cut))
+
+    def assemble(self, shares: list[np.ndarray], cut: int | None) -> jax.Array:
+        """One array from the shares of this process's ranks, in the order of `here`."""
+        if self.mesh is None:
+            return jnp.asarray(shares[0])
+        devices = [self.mesh.devices.flat[rank] for rank in self.here]
+        placed = [jax.device_put(s, d) for s, d in zip(shares, devices, strict=True)]
+        shape = global_shape(shares[0].shape, cut, self.ranks.size)
+        return jax.make_array_from_single_device_arrays(shape, self.sharding(cut), placed)
+
+
+ONE_DEVICE = Placement()
+
+
+def place_ranks(tp: int, run: RunConfig = RunConfig()) -> Placement:  # noqa: B008  (frozen)
+    """Placement of `tp` ranks on the first `tp` devices of all processes.
+
+    Raises:
+        ConfigError: fewer devices than ranks, or processes with and without ranks.
+    """
+    if tp == 1 and jax.process_count() == 1:
+        return Placement(experts=run.experts)
+    devices = jax.devices()
+    if tp < 2 or len(devices) < tp or (jax.process_count() > 1 and len(devices) != tp):
+        raise ConfigError(
+            f"tp {tp}: {len(devices)} device(s) in {jax.process_count()} process(es) found; "
+            f"expected one device per rank"
+            + (", all of them used" if jax.process_count() > 1 else "")
+            + ". Start more processes, or on a CPU emulate devices with "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={tp}"
+        )
+    mesh = Mesh(np.array(devices[:tp]), (AXIS,))
+    return Placement(Ranks(tp, AXIS), mesh, experts=run.experts)
+
+
+def require_ranks(
+    config: ModelConfig, run: RunConfig, ranks: int, draft: DraftConfig | None = None
+) -> None:
+    """Check that model, drafter and run settings can be cut over `ranks`; takes no memory.
+
+    Raises:
+        ConfigError: listing everything that does not divide, with its numbers.
+    """
+    problems = indivisible(config, weight_table(config), ranks, run.experts)
+    if draft is not None:
+        problems += [f"drafter: {p}" for p in indivisible(draft, draft_table(draft), ranks)]
+    if run.dcp not in (1, ranks):
+        problems.append(f"dcp {run.dcp}: expected 1 or the number of ranks, {ranks}")
+    if problems:
+        raise ConfigError(
+            f"{ranks} rank(s) do not fit this model:"
+            + "".join(f"\n  - {p}" for p in problems)
+            + "\nChoose another number of ranks or other run settings."
+        )
+
+
+def spec(cut: int | None) -> P:
+    """Spec of an array cut along axis `cut`."""
+    return P() if cut is None else P(*[None] * cut, AXIS)
+
+
+def global_shape(local: tuple[int, ...], cut: int | None, ranks: int) -> tuple[int, ...]:
+    """Shape of the whole array whose shares have shape `local`."""
+    return tuple(n * ranks if i == cut else n for i, n in enumerate(local))
+
+
+def _table_specs(table: tuple[WeightArray, ...], experts: Experts) -> dict[tuple[str, str], Any]:
+    return {(a.kind, a.name): spec(a.cut_axis(experts)) for a in table}
+
+
+def weight_specs(config: ModelConfig, run: RunConfig) -> Weights:
+    """A PartitionSpec per weight array, from the `cut` column of the table."""
+    return from_arrays(_table_specs(weight_table(config), run.experts))
+
+
+def draft_specs(config: DraftConfig) -> DraftWeights:
+    """A PartitionSpec per array of the drafter."""
+    return draft_from_arrays(_table_specs(draft_table(config), "tp"))
+
+
+def cache_specs(run: RunConfig) -> Cache:
+    """A PartitionSpec per array of the cache."""
+    return Cache(**{name: spec(cut) for name, cut in cache_cuts(run).items()})
+
+
+def input_specs() -> StepInputs:
+    """Inputs are equal on all ranks but for the drafts' logits, which stay vocabulary shards."""
+    equal = {f.name: P() for f in fields(StepInputs)}
+    return StepInputs(**(equal | {"draft_logits": spec(2)}))
+
+
+def output_specs() -> StepOutputs:
+    """Outputs are equal on all ranks but for the logits, which stay vocabulary shards."""
+    equal = {f.name: P() for f in fields(StepOutputs)}
+    return StepOutputs(**(equal | {"logits": spec(2)}))
+
+
+def spread(
+    function: Callable, mesh: Mesh | None, in_specs: Any, out_specs: Any, *, donate: int
+) -> Callable:
+    """The jitted function over the ranks of `mesh`, on one device without one.
+
+    Argument `donate` is donated.
+    """
+    if mesh is None:
+        return jax.jit(function, donate_argnums=donate)
+    shared = jax.shard_map(
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True
+    )
+    return jax.jit(shared, donate_argnums=donate)
+
+
+def make_spread_cache(
+    config: ModelConfig, run: RunConfig, placement: Placement, draft: DraftConfig | None = None
+) -> Cache:
+    """A zeroed cache, every rank's share on its device; see `cache.make_cache`."""
+    local = cache_shapes(config, run, placement.ranks, draft)
+    cuts = cache_cuts(run)
+    arrays: dict[str, jax.Array | None] = {}
+    for name, cut in cuts.items():
+        one = getattr(local, name)
+        if one is None:
+            arrays[name] = None
+            continue
+        shape = global_shape(one.shape, cut, placement.ranks.size if placement.mesh else 1)
+        make = partial(jnp.full, shape, run.kv_scale if name == "kv_scale" else 0, one.dtype)
+        arrays[name] = jax.jit(make, out_shardings=placement.sharding(cut))()
+    return Cache(**arrays)  # type: ignore[arg-type]
+
+
+def unequal_replicas(tree: Any) -> list[str]:
+    """Leaves that should be equal on all ranks of this process and are not, bit for bit; by path.
+
+    The debug check of what the type system promises: arrays whose sharding is replicated.
+    """
+    found = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
+        if not isinstance(leaf, jax.Array) or not leaf.sharding.is_fully_replicated:
+            continue
+        copies = [np.asarray(s.data).tobytes() for s in leaf.addressable_shards]
+        if any(c != copies[0] for c in copies):
+            found.append(jax.tree_util.keystr(path))
+    return found
