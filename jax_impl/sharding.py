@@ -101,7 +101,7 @@ def require_ranks(
     """
     problems = indivisible(config, weight_table(config), ranks, run.experts)
     if draft is not None:
-        problems += [f"drafter: {p}" for p in indivisible(draft, draft_table(draft), ranks)]
+        problems += [f"drafter: {p}" for p in indivisible(draft, draft_table(draft, ranks), ranks)]
     if run.dcp not in (1, ranks):
         problems.append(f"dcp {run.dcp}: expected 1 or the number of ranks, {ranks}")
     if problems:
@@ -131,9 +131,9 @@ def weight_specs(config: ModelConfig, run: RunConfig) -> Weights:
     return from_arrays(_table_specs(weight_table(config), run.experts))
 
 
-def draft_specs(config: DraftConfig) -> DraftWeights:
+def draft_specs(config: DraftConfig, ranks: int) -> DraftWeights:
     """A PartitionSpec per array of the drafter."""
-    return draft_from_arrays(_table_specs(draft_table(config), "tp"))
+    return draft_from_arrays(_table_specs(draft_table(config, ranks), "tp"))
 
 
 def cache_specs(run: RunConfig) -> Cache:

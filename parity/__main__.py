@@ -20,7 +20,9 @@ class Run:
     """Runs suites over the recorded folders that come with the package."""
 
     suite: str = "ops,model,mutants"
-    """Suites, separated by commas: ops, model, mutants, dspark, accept, vllm."""
+    """Suites, separated by commas: ops, model, mutants, dspark, accept, vllm, sharded."""
+    tp: int | None = None
+    """Suite sharded with this number of ranks only; default: its whole matrix."""
     report: Path | None = None
     """Directory for index.html and parity.json."""
     json: str | None = None
