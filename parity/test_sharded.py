@@ -69,91 +69,17 @@ def test_the_matrix_covers_every_choice():
         assert {getattr(s, field) for s in MATRIX} == values
 
 
-COLLECTIVES = """
-import collections, re
-from jax_impl.cache import StepInputs
-from jax_impl.checkpoint import Checkpoint
-from jax_impl.config import RunConfig
-from jax_impl.params import abstract_weights
-from jax_impl.sharding import *
-from jax_impl.static import Static
-from jax_impl.step import build_step
-import jax, numpy as np, sys
-import jax.numpy as jnp
-from jax.sharding import NamedSharding
-
-config = Checkpoint.open("parity/golden/model_tiny16").config
-run = RunConfig(compute="bfloat16", slots=2, pages=2, page_size=2, dcp=DCP)
-placement = place_ranks(16, run)
-mesh = placement.mesh
-
-def whole(local, specs):
-    def one(a, s):
-        cut = next((i for i, n in enumerate(s) if n), None)
-        shape = global_shape(a.shape, cut, 16)
-        return jax.ShapeDtypeStruct(shape, a.dtype, sharding=NamedSharding(mesh, s))
-    return jax.tree.map(one, local, specs)
-
-weights = whole(abstract_weights(config, 16), weight_specs(config, run))
-cache = jax.eval_shape(lambda: make_spread_cache(config, run, placement))
-shapes = cache_shapes(config, run, placement.ranks)
-specs = cache_specs(run).replace(kv_scale=None, draft_kv=None)
-cache = whole(shapes, specs)
-i32 = lambda *s: jax.ShapeDtypeStruct(s, jnp.int32)
-inputs = StepInputs(i32(1, 8), i32(1), i32(1), i32(1), i32(1, 2),
-                    jax.ShapeDtypeStruct((1,), jnp.float32), jax.ShapeDtypeStruct((1,), jnp.uint32))
-static = Static(config, run, placement.ranks)
-compiled = build_step(static, rows="all", mesh=mesh).lower(weights, cache, inputs).compile()
-text = compiled.as_text()
-found = collections.defaultdict(collections.Counter)
-for line in text.splitlines():
-    kind = re.search(r"= .*? (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)(-start)?\\(", line)
-    if kind:
-        scope = re.search(r'op_name="[^"]*?(layer\\d\\d)', line)
-        groups = re.search(r"replica_groups=(\\S+)", line)
-        assert groups and groups[1].rstrip(",") in (
-            "[1,16]<=[16]", "{{" + ",".join(map(str, range(16))) + "}}"), line
-        found[scope[1] if scope else "rest"][kind[1]] += 1
-for layer in range(config.num_hidden_layers):
-    want = collections.Counter({"all-reduce": 2})
-    if not config.is_dense(layer):
-        want["all-gather"] += 2
-    if config.is_mla(layer) and DCP > 1:
-        want["all-gather"] += 1
-        want["all-to-all"] += 1
-    assert found[f"layer{layer:02d}"] == want, (layer, found)
-# embedding and finiteness; (max, argmax) per row and the drawn token
-assert found["rest"] == collections.Counter({"all-reduce": 2, "all-gather": 2}), found
-memory = compiled.memory_analysis()
-held = sum(np.prod(a.sharding.shard_shape(a.shape)) * a.dtype.itemsize for a in jax.tree.leaves(cache))
-assert memory.alias_size_in_bytes >= held, (memory.alias_size_in_bytes, held)
-"""
-
-
 @pytest.mark.parametrize("dcp", [1, 16])
 def test_exchanges_per_layer_and_a_cache_in_place(dcp):
     """o_proj, one packed gather, one packed reduce, the output gather; two more in MLA with dcp.
 
     One program runs on all ranks, and every exchange spans all of them.
     """
-    run(COLLECTIVES.replace("DCP", str(dcp)))
-
-
-TAMPERED = """
-import jax, numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from jax_impl.sharding import unequal_replicas
-mesh = Mesh(np.array(jax.devices()), ("tp",))
-parts = [jax.device_put(np.float32([1, 2]), d) for d in jax.devices()]
-same = jax.make_array_from_single_device_arrays((2,), NamedSharding(mesh, P()), parts)
-parts[3] = jax.device_put(np.nextafter(np.float32([1, 2]), 3), jax.devices()[3])
-other = jax.make_array_from_single_device_arrays((2,), NamedSharding(mesh, P()), parts)
-assert unequal_replicas({"a": same, "b": other}) == ["['b']"]
-"""
+    run(f"from parity.emulated import exchanges; exchanges({dcp})")
 
 
 def test_one_replica_that_differs_in_the_last_bit_is_found():
-    run(TAMPERED)
+    run("from parity.emulated import tampered_replica; tampered_replica()")
 
 
 def test_settings_have_names_of_their_own():
