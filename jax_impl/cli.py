@@ -50,8 +50,10 @@ class MemoryOptions:
         tp: tensor-parallel ranks.
         batch: sequences at the same time.
         context: tokens per sequence, prompt and output together.
-        drafts: drafted tokens per step.
-        kv_dtype: dtype of the MLA latent cache.
+        drafts: drafted tokens per step; a verification has one row more.
+        draft: DSpark draft (config.json or its directory), or `released` for the published sizes.
+        commit: how a verification keeps accepted rows only; both forms are printed.
+        kv_dtype: dtype of the MLA latent cache, and of the drafter's.
         router: router and latent projections cut over the ranks, or copied to each (vLLM).
         experts: width cut (tp), whole experts per rank (ep), or vLLM's padded cut.
         device_gb: memory of one device in 1e9 bytes; with it, what does not fit is refused.
@@ -61,6 +63,8 @@ class MemoryOptions:
     batch: int = 1
     context: int = 4096
     drafts: int = 0
+    draft: str | None = None
+    commit: Literal["replay", "snapshots"] = "replay"
     kv_dtype: Literal["bfloat16", "float32", "float8_e4m3fn"] = "bfloat16"
     router: Literal["cut", "copied"] = "cut"
     experts: Literal["tp", "ep", "padded"] = "tp"
@@ -75,7 +79,7 @@ def memory(
 ) -> int:
     """Memory per rank for weights, caches and temporaries, from config.json alone.
 
-    Example: k3 memory /data/Kimi-K3/config.json --tp 16 --context 131072 --batch 8
+    Example: k3 memory /data/Kimi-K3 --tp 16 --context 131072 --batch 8 --drafts 7 --draft released
 
     Args:
         checkpoint: config.json, or a directory that holds it.
@@ -94,8 +98,14 @@ def memory(
         kv_dtype=options.kv_dtype,
         router=options.router,
         experts=options.experts,
+        commit=options.commit,
     )
     result: dict[str, Any] = {}
+    if options.draft is not None or options.drafts:
+        from jax_impl.draft_memory import commit_forms, with_draft
+
+        settings = with_draft(config, settings, options.draft)
+        result["commit_forms"] = commit_forms(config, settings)
     if options.device_gb is None:
         found = estimates.estimate(config, settings)
     else:
@@ -107,6 +117,10 @@ def memory(
     size, tensors = estimates.checkpoint_size(config)
     result |= {"text_bytes": size, "text_tensors": tensors}
     result["per_rank_bytes"] = {what: size for what, size, _ in found.rows()}
+    for form, sizes in result.get("commit_forms", {}).items():
+        for what, size in sizes.items():
+            how = f"{what.replace('_', ' ')} of one step, all KDA layers"
+            rows.append((f"commit by {form}", f"{size / 1e9:12,.3f}", f"{size:,}", how))
     _emit(
         result,
         json,

@@ -130,7 +130,7 @@ def _explained(
         deficits.append(deficit)
         reason = f"row {row}: {deficit:.2g}"
         if deficit > near.limit * noise.logit:
-            ties = np.flatnonzero(ratios[row] <= tie.limit)
+            ties = np.flatnonzero(ratios[row] <= tie.limit).tolist()
             reason += "".join(_near_tie(text, truth, noise, row, place) for place in ties)
             if not len(ties):
                 left.append(deficit)
@@ -162,7 +162,7 @@ def _near_tie(text: Text, truth: Truth, noise: Noise, row: int, place: int) -> s
     words = f", near-tie in layer {truth.layers[place]} (gap {gap:.1e}, "
     words += f"{gap / noise.gaps[place]:.2f} of its noise"
     if truth.other_choice is not None:
-        other = truth.other_choice(at, int(place))
+        other = truth.other_choice(at, place)
         words += f"; decided otherwise: {other.max() - other[text.ids[row]]:.2g}"
     return words + ")"
 

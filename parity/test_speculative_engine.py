@@ -227,7 +227,8 @@ def pair_directory(tmp_path_factory):
     return directory
 
 
-@pytest.mark.parametrize("scale", [4.0, pytest.param(1.0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("scale", [1.0, 4.0])
 def test_an_fp8_cache_serves_both_models(models, scale):
     """The text is the plain one over the same cache; the drafter's rows are rounded ones."""
     run = dataclasses.replace(RUN, kv_dtype="float8_e4m3fn", kv_scale=scale)
