@@ -288,7 +288,7 @@ def _redirect_stdout() -> None:
     """Process 0 alone prints, and only what Python prints: Gloo writes to standard output too."""
     sys.stdout.flush()
     if is_first():
-        sys.stdout = open(  # for the rest of the process
+        sys.stdout = os.fdopen(
             os.dup(1),
             "w",
             buffering=1 if sys.stdout.line_buffering else -1,

@@ -116,14 +116,16 @@ class _Worker:
         return {"T": "stopped", "D": "waiting for storage or a driver"}.get(state, "")
 
     def end(self) -> None:
-        """End it and its children, which share its process group."""
-        if self.child.poll() == 0:
-            return
-        for number, patience in ((signal.SIGTERM, 1.0), (signal.SIGKILL, 5.0)):
+        """End it and its children, which share its process group.
+
+        Not by a request first: JAX takes a while over one, and meanwhile prints its own alarm
+        about the others over the message.
+        """
+        if self.child.poll() != 0:
             with suppress(ProcessLookupError, PermissionError):
-                os.killpg(self.child.pid, number)
+                os.killpg(self.child.pid, signal.SIGKILL)
             with suppress(subprocess.TimeoutExpired):
-                self.child.wait(patience)
+                self.child.wait(5.0)
 
 
 class _Launcher:
@@ -173,6 +175,8 @@ class _Launcher:
         threading.Thread(target=self._dial, name="k3 dial", daemon=True).start()
         status = self._watch()
         self.end_worker()
+        if self._link is not None:
+            self._link.close()
         if self._hub is not None:
             self._hub.join(5.0)
         return status
@@ -256,8 +260,10 @@ class _Launcher:
             what = f"this worker ended with status {status.status}{said}; process 0 is not there"
         else:
             return ""
-        p = self.processes
-        lines = self._table or [f"process {p.index} of {p.number}: {status.place()}"]
+        p, mine = self.processes, f"{status.place()}, for {status.unchanged:.0f} s"
+        lines = list(self._table) or [f"process {p.index} of {p.number}: {mine}"]
+        if p.index < len(self._table):  # of itself it knows more than the last table
+            lines[p.index] = f"{lines[p.index].split(': ', 1)[0]}: {mine}"
         known = [f"  {line}" for line in lines]
         where = "Where all were, and what they waited for, when last heard of:"
         advice = ADVICE[4 if self._link is None else 1]
