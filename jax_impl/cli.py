@@ -132,6 +132,10 @@ class GenerateOptions:
         chunk: prompt tokens per prefill step.
         page_size: tokens per cache page.
         backend: auto is the standard XLA path; latency_specialized asks for Pallas kernels.
+        tp: tensor-parallel ranks, one device each.
+        experts: cut the width of every routed expert (tp), or give whole experts to ranks (ep).
+        dcp: ranks that share the latent cache between them: 1 (each holds all) or as many as tp.
+        dcp_interleave: consecutive tokens on one rank of the shared cache.
         draft: DSpark draft checkpoint; with it, decoding is speculative.
         drafts: drafted tokens per step (a verify step has one row more).
         accept: rule that judges drafts; synthetic forces the number accepted and reports no text.
@@ -150,6 +154,10 @@ class GenerateOptions:
     chunk: int = 64
     page_size: int = 16
     backend: Literal["auto", "latency_specialized"] = "auto"
+    tp: int = 1
+    experts: Literal["tp", "ep"] = "tp"
+    dcp: int = 1
+    dcp_interleave: int = 1
     draft: Path | None = None
     drafts: int = 7
     accept: Literal["standard", "block", "synthetic"] = "standard"
@@ -164,7 +172,7 @@ def generate(
     *,
     json: str | None = None,
 ) -> int:
-    """Generate token ids from a prompt of token ids, on one device.
+    """Generate token ids from a prompt of token ids.
 
     Example: k3 generate build/demo/target --prompt-ids 5,17,101 --steps 16
 
