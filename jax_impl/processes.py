@@ -54,6 +54,9 @@ class ProcessOptions:
     stall_timeout: float = 45.0
 
 
+ONE_PROCESS = ProcessOptions()
+
+
 @dataclass(frozen=True)
 class Processes:
     """One process's place among all.
