@@ -13,6 +13,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from jax_impl.processes import ONE_PROCESS, ProcessOptions, is_first, launch
+
 Positional = tyro.conf.Positional
 Preset = Literal["tiny", "synthetic", "tp16", "deep", "big"]
 
@@ -183,10 +185,11 @@ def generate(
     checkpoint: Positional[Path],
     prompt_ids: str,
     options: Annotated[GenerateOptions, tyro.conf.arg(name="")] = GenerateOptions(),
+    processes: Annotated[ProcessOptions, tyro.conf.arg(name="")] = ONE_PROCESS,
     *,
     json: str | None = None,
 ) -> int:
-    """Generate token ids from a prompt of token ids.
+    """Generate token ids from a prompt of token ids, in one or several processes.
 
     Example: k3 generate build/demo/target --prompt-ids 5,17,101 --steps 16
 
@@ -194,13 +197,19 @@ def generate(
         checkpoint: checkpoint directory.
         prompt_ids: FILE with ids, or a LIST such as 5,17,101.
         options: how to run.
+        processes: which processes run it together.
         json: write the result to this file ('-' for standard output).
     """
-    from jax_impl.generate import run_generate
 
-    result = run_generate(checkpoint, prompt_ids, options)
-    _emit(result, json, title="generated")
-    return 0
+    def work() -> int:
+        from jax_impl.generate import run_generate
+
+        result = run_generate(checkpoint, prompt_ids, options)
+        if is_first():
+            _emit(result, json, title="generated")
+        return 0
+
+    return launch(processes, work)
 
 
 def make_tiny(

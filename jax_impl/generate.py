@@ -21,6 +21,7 @@ from jax_impl.engine import LIMIT, STOP, Engine, describe_device
 from jax_impl.ids import parse_ids
 from jax_impl.loader import load_weights, placed_bytes
 from jax_impl.params import Weights
+from jax_impl.processes import COMPILING, is_first, report
 from jax_impl.sharding import Placement, place_ranks, require_ranks
 
 if TYPE_CHECKING:
@@ -154,11 +155,14 @@ def drive(engine: Engine, ids: list[int], options: GenerateOptions) -> Driven:
     )
     sequence, times = engine.sequences[handle], []
     started = time.perf_counter()
+    report(0, "prefill (compiles first)", allow=COMPILING)
     engine.prefill(handle)
     first = time.perf_counter() - started
     with steps_progress(options.steps) as progress:
         while sequence.failed is None and sequence.finished is None:
             progress(sequence.generated)
+            compiles = 0.0 if times else COMPILING
+            report(len(times) + 1, "decode step, waiting for its tokens", allow=compiles)
             started = time.perf_counter()
             if engine.decode([handle]):
                 times.append(time.perf_counter() - started)
@@ -180,15 +184,20 @@ def not_finite(where: str, done: int) -> ConfigError:
 def load_with_progress(checkpoint: Checkpoint, run: RunConfig, placement: Placement) -> Weights:
     """Load this process's weights, with bytes and rate on standard error."""
     columns = ("loading", BarColumn(), DownloadColumn(), Rate(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with Progress(*columns, console=Console(stderr=True, quiet=not is_first())) as bar:
         task = bar.add_task("", total=placed_bytes(checkpoint, placement))
-        return load_weights(checkpoint, lambda size: bar.advance(task, size), run, placement)
+
+        def placed(size: int) -> None:
+            bar.advance(task, size)
+            report(None, "loading weights")
+
+        return load_weights(checkpoint, placed, run, placement)
 
 
 @contextmanager
 def steps_progress(total: int) -> Iterator[Callable[[int], None]]:
     """A bar of generated tokens on standard error."""
     columns = ("decoding", BarColumn(), "{task.completed}/{task.total}")
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with Progress(*columns, console=Console(stderr=True, quiet=not is_first())) as bar:
         task = bar.add_task("", total=total)
         yield lambda done: bar.update(task, completed=done)

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from jax_impl.processes import report
 from parity.folders import Folder, FolderError, open_folder, operations, tensor_names
 from parity.verdict import Verdict, Where, not_run
 
@@ -199,6 +200,7 @@ def _progress(name: str, verdicts: Iterable[Verdict]) -> list[Verdict]:
         stage = f"{w.ours} {w.dtype}/{w.profile} {w.case.split(' ')[0].rstrip(',')}"
         if stage != last:
             last = stage
+            report(None, f"{name}: {stage}")
             print(
                 f"[{time.monotonic() - start:6.1f} s] {name}: {stage}", file=sys.stderr, flush=True
             )
