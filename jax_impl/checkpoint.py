@@ -119,7 +119,7 @@ class Checkpoint:
         consumed, left, more = _ledger(config, table, stored, unread)
         ignored = {n: s for n, s in left.items() if n.startswith(ignored_roots)}
         more += _left_over({n: s for n, s in left.items() if n not in ignored})
-        _raise(path, problems + more)
+        raise_problems(path, problems + more)
         named = {s.file for s in stored.values()}
         unnamed = sorted(f.name for f in path.glob("*.safetensors") if f.name not in named)
         checkpoint = cls(path, config, table, consumed, ignored, tuple(unnamed), converted)
@@ -156,7 +156,7 @@ class Checkpoint:
                             f"{name}: entry {at} is {tail[bad[0]]:g}, expected zeros from entry "
                             f"{part.shape[0]} on (padding beyond the heads)"
                         )
-        _raise(self.path, problems)
+        raise_problems(self.path, problems)
 
 
 class Reader:
@@ -371,7 +371,8 @@ def _differences(config: AnyConfig, name: str, part: Part, dtype: str, found: St
     return problems
 
 
-def _raise(path: Path, problems: list[str]) -> None:
+def raise_problems(path: Path, problems: list[str]) -> None:
+    """Raise one CheckpointError for all problems, if there are any."""
     if problems:
         shown = "".join(f"\n  - {p}" for p in problems[:_SHOWN])
         more = f"\n  ... and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""

@@ -28,7 +28,15 @@ from typing import Any
 import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy)
 import numpy as np
 
-from jax_impl.checkpoint import INDEX, SINGLE, CheckpointError, Reader, Stored, is_plain_name
+from jax_impl.checkpoint import (
+    INDEX,
+    SINGLE,
+    CheckpointError,
+    Reader,
+    Stored,
+    is_plain_name,
+    raise_problems,
+)
 from jax_impl.weights import BYTES, AnyConfig, Part, WeightArray, layer_prefix, layers_of
 
 FORMAT = "k3-prepared/1"
@@ -154,7 +162,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
         parsed = json.loads(file.read_bytes())
         found = parsed["format"]
     except _DAMAGED as error:
-        raise CheckpointError(_damaged(path, f"{MANIFEST} cannot be read: {error!r}")) from None
+        raise CheckpointError(
+            f"{path}: {MANIFEST} cannot be read: {error!r}. {_repair(path)}"
+        ) from None
     if found != FORMAT:
         raise CheckpointError(
             f"{file}: format {found!r}, expected {FORMAT!r}. Convert the released checkpoint again "
@@ -175,7 +185,9 @@ def read_arrays(path: Path, manifest: dict[str, Any]) -> dict[str, dict[StoredAr
         if odd:
             raise ValueError(f"item name(s) {odd}")
     except _DAMAGED as error:
-        raise CheckpointError(_damaged(path, f"{MANIFEST} is damaged: {error!r}")) from None
+        raise CheckpointError(
+            f"{path}: {MANIFEST} is damaged: {error!r}. {_repair(path)}"
+        ) from None
     return items
 
 
@@ -201,19 +213,20 @@ def read_headers(path: Path) -> tuple[dict[str, Stored], set[str], list[str]]:
     stored: dict[str, Stored] = {}
     unread: set[str] = set()
     for item, arrays in read_arrays(path, manifest).items():
+        whole = (path / item).is_dir()
+        if not whole:
+            problems.append(f"{item}: missing")
         for array in arrays:
             tensors = _tensors(item, array)
-            problem = array_problem(path / item, array)
-            if problem is None:
+            problem = array_problem(path / item, array) if whole else None
+            if whole and problem is None:
                 stored |= tensors
-            else:
+                continue
+            unread |= set(tensors)
+            if problem is not None:
                 problems.append(f"{item}: {problem}")
-                unread |= set(tensors)
     if unread:
-        problems.append(
-            f"{len(unread)} tensor(s) are affected. Delete {MANIFEST} and run "
-            f"`k3 convert {_source(path)} {path}`: it keeps what is whole and writes the rest."
-        )
+        problems.insert(0, f"{len(unread)} tensor(s) cannot be read. {_repair(path)}")
     return stored, unread, problems
 
 
@@ -276,8 +289,8 @@ def verify(path: str | Path, progress: Progress | None = None) -> int:
         for problem in changed_arrays(path / item, arrays, progress)
     ]
     if problems:
-        lines = "".join(f"\n  - {p}" for p in problems)
-        raise CheckpointError(_damaged(path, f"{len(problems)} array(s) are damaged:{lines}\n"))
+        problems.insert(0, f"{len(problems)} array(s) are damaged. {_repair(path)}")
+    raise_problems(path, problems)
     return sum(array.nbytes for arrays in items.values() for array in arrays)
 
 
@@ -303,11 +316,9 @@ def _source(path: Path) -> str:
         return "CKPT"
 
 
-def _damaged(path: Path, what: str) -> str:
+def _repair(path: Path) -> str:
     return (
-        f"{path}: {what.rstrip()}"
-        + ("\n" if "\n" in what else ". ")
-        + f"Delete {MANIFEST} and run `k3 convert {_source(path)} {path}`: it keeps what is whole "
+        f"Delete {MANIFEST} and run `k3 convert {_source(path)} {path}`: it keeps what is whole "
         "and writes the rest."
     )
 
