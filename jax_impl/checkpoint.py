@@ -48,6 +48,7 @@ class Stored:
     file: str
     dtype: str
     shape: tuple[int, ...]
+    offset: int = 0  # of the data in the file of a prepared checkpoint
 
     @property
     def nbytes(self) -> int:
@@ -65,6 +66,7 @@ class Checkpoint:
         consumed: tensors that the table asks for, by full name.
         ignored: tensors left out by rule (`IGNORED_ROOTS` in a target).
         unnamed_files: shard files in the directory that the index does not name.
+        prepared: whether it was written by `k3 convert` (see `prepared`).
     """
 
     path: Path
@@ -73,6 +75,7 @@ class Checkpoint:
     consumed: dict[str, Stored]
     ignored: dict[str, Stored]
     unnamed_files: tuple[str, ...]
+    prepared: bool = False
 
     @classmethod
     def open(
@@ -85,34 +88,41 @@ class Checkpoint:
         """Check index, directory and headers; reads no tensor data but the `A_log` paddings.
 
         Args:
-            path: the directory.
+            path: the directory, of a released or a prepared checkpoint.
             config: None reads the target model's `config.json`.
             table: None takes the text model's arrays.
             ignored_roots: starts of the names that are left out by rule.
 
         Raises:
             ConfigError: `config.json` is missing or not implemented.
-            CheckpointError: anything missing, truncated, renamed, of another shape or dtype.
+            CheckpointError: anything missing, truncated, renamed, of another shape or dtype, or a
+                conversion that did not finish.
         """
+        from jax_impl import prepared  # here, since it builds on this module
+
         path = Path(path)
         if not path.is_dir():
             raise CheckpointError(
                 f"{path}: not a directory. Expected a checkpoint directory with config.json, "
                 f"{INDEX} and its shards."
             )
+        converted = prepared.is_prepared(path)
+        if converted:
+            stored, unread, problems = prepared.read_headers(path)
         config = config or ModelConfig.load(path)
         table = weight_table(config) if table is None else table
-        weight_map, total = _read_index(path)
-        stored, unread, problems = _read_headers(path, weight_map)
-        if not unread:
-            problems += _total_difference(total, stored)
+        if not converted:
+            weight_map, total = _read_index(path)
+            stored, unread, problems = _read_headers(path, weight_map)
+            if not unread:
+                problems += _total_difference(total, stored)
         consumed, left, more = _ledger(config, table, stored, unread)
         ignored = {n: s for n, s in left.items() if n.startswith(ignored_roots)}
         more += _left_over({n: s for n, s in left.items() if n not in ignored})
-        _raise(path, problems + more)
-        named = set(weight_map.values())
+        raise_problems(path, problems + more)
+        named = {s.file for s in stored.values()}
         unnamed = sorted(f.name for f in path.glob("*.safetensors") if f.name not in named)
-        checkpoint = cls(path, config, table, consumed, ignored, tuple(unnamed))
+        checkpoint = cls(path, config, table, consumed, ignored, tuple(unnamed), converted)
         checkpoint._check_paddings()
         return checkpoint
 
@@ -125,7 +135,9 @@ class Checkpoint:
     @contextmanager
     def reader(self) -> Iterator[Reader]:
         """Open shards for reading; unmapped at the end, since mapped pages count as memory."""
-        reader = Reader(self)
+        from jax_impl.prepared import PreparedReader  # here, since it builds on this module
+
+        reader = PreparedReader(self) if self.prepared else Reader(self)
         try:
             yield reader
         finally:
@@ -144,7 +156,7 @@ class Checkpoint:
                             f"{name}: entry {at} is {tail[bad[0]]:g}, expected zeros from entry "
                             f"{part.shape[0]} on (padding beyond the heads)"
                         )
-        _raise(self.path, problems)
+        raise_problems(self.path, problems)
 
 
 class Reader:
@@ -186,12 +198,8 @@ class Reader:
         if end <= first:
             return np.zeros((0, *part.shape[1:]), stored.dtype)
         try:
-            if stored.file not in self._open:
-                path = self._checkpoint.path / stored.file
-                self._open[stored.file] = safe_open(path, framework="numpy").__enter__()
-            source = self._open[stored.file].get_slice(name)
-            columns = part.cut == 1 and window is not None
-            data = source[first:end, slice(*window)] if columns else source[first:end]
+            columns = (slice(*window),) if part.cut == 1 and window is not None else ()
+            data = self._source(name, stored)[slice(first, end), *columns]
         except (SafetensorError, OSError) as error:
             raise CheckpointError(
                 f"{name}: {stored.file} cannot be read any more: {error}. Was it changed after "
@@ -202,6 +210,13 @@ class Reader:
         if self._mapped > self._budget:
             self.close()
         return data.reshape(data.shape[0], *part.shape[1:]) if part.stored else data
+
+    def _source(self, name: str, stored: Stored) -> Any:
+        """What slices of the tensor are taken from."""
+        if stored.file not in self._open:
+            path = self._checkpoint.path / stored.file
+            self._open[stored.file] = safe_open(path, framework="numpy").__enter__()
+        return self._open[stored.file].get_slice(name)
 
     def close(self) -> None:
         """Unmap all shards."""
@@ -229,7 +244,7 @@ def _read_index(path: Path) -> tuple[dict[str, str], int | None]:
         raise CheckpointError(
             f"{index}: not an index with a weight_map: {error!r}. Fetch the file again."
         ) from None
-    odd = sorted({repr(f) for f in weight_map.values() if not _plain_name(f)})
+    odd = sorted({repr(f) for f in weight_map.values() if not is_plain_name(f)})
     if odd or not (total is None or type(total) is int):
         found = f"shard name(s) {', '.join(odd)}" if odd else f"metadata.total_size {total!r}"
         raise CheckpointError(
@@ -247,7 +262,8 @@ def _read_index(path: Path) -> tuple[dict[str, str], int | None]:
     return weight_map, total
 
 
-def _plain_name(file: Any) -> bool:
+def is_plain_name(file: Any) -> bool:
+    """Whether `file` names something in a directory and not outside of it."""
     return isinstance(file, str) and file not in ("", ".", "..") and Path(file).name == file
 
 
@@ -355,7 +371,8 @@ def _differences(config: AnyConfig, name: str, part: Part, dtype: str, found: St
     return problems
 
 
-def _raise(path: Path, problems: list[str]) -> None:
+def raise_problems(path: Path, problems: list[str]) -> None:
+    """Raise one CheckpointError for all problems, if there are any."""
     if problems:
         shown = "".join(f"\n  - {p}" for p in problems[:_SHOWN])
         more = f"\n  ... and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""

@@ -1,10 +1,11 @@
-"""The `k3` command: check, memory, generate, make-tiny. `python -m jax_impl` is the same.
+"""The `k3` command: check, memory, convert, generate, make-tiny. `python -m jax_impl` is the same.
 
 Nothing heavy is imported before a command runs: `k3 --help` needs neither JAX nor NumPy.
 """
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -19,13 +20,14 @@ Positional = tyro.conf.Positional
 Preset = Literal["tiny", "synthetic", "tp16", "deep", "big"]
 
 
-def check(checkpoint: Positional[Path], *, json: str | None = None) -> int:
+def check(checkpoint: Positional[Path], *, checksums: bool = False, json: str | None = None) -> int:
     """Validate a checkpoint from its index and headers, without loading it.
 
     Example: k3 check /data/Kimi-K3
 
     Args:
-        checkpoint: directory with config.json, the index and the shards.
+        checkpoint: directory with config.json, the index and the shards, or a prepared one.
+        checksums: also read all data of a prepared checkpoint and compare its checksums.
         json: write the result to this file ('-' for standard output).
     """
     from jax_impl.checkpoint import Checkpoint
@@ -40,6 +42,10 @@ def check(checkpoint: Positional[Path], *, json: str | None = None) -> int:
         "ignored_bytes": sum(s.nbytes for s in found.ignored.values()),
         "files_not_in_index": list(found.unnamed_files),
     }
+    if checksums:
+        from jax_impl.convert import run_verify
+
+        result["bytes_with_equal_checksums"] = run_verify(found)
     _emit(result, json, title=f"{checkpoint}: complete")
     return 0
 
@@ -212,6 +218,28 @@ def generate(
     return launch(processes, work)
 
 
+def convert(checkpoint: Positional[Path], out: Positional[Path], *, json: str | None = None) -> int:
+    """Write a prepared checkpoint that loads on any number of ranks.
+
+    Takes a released target or drafter. Stopped anywhere, the same command goes on; until it has
+    finished nothing loads from OUT.
+
+    Example: k3 convert /data/Kimi-K3 /fast/kimi-k3
+
+    Args:
+        checkpoint: released checkpoint directory.
+        out: where to write: absent, empty, or an unfinished conversion of the same checkpoint.
+        json: write the result to this file ('-' for standard output).
+    """
+    if "jax" not in sys.modules:
+        # orbax starts JAX, which would claim an accelerator's memory for nothing
+        os.environ["JAX_PLATFORMS"] = "cpu"
+    from jax_impl.convert import run_convert
+
+    _emit(run_convert(checkpoint, out), json, title=f"{out}: complete")
+    return 0
+
+
 def make_tiny(
     directory: Positional[Path],
     *,
@@ -268,7 +296,13 @@ def _rows(result: dict[str, Any], prefix: str = "") -> list[tuple[str, ...]]:
     return rows
 
 
-COMMANDS = {"check": check, "memory": memory, "generate": generate, "make-tiny": make_tiny}
+COMMANDS = {
+    "check": check,
+    "memory": memory,
+    "convert": convert,
+    "generate": generate,
+    "make-tiny": make_tiny,
+}
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -257,11 +257,11 @@ def _parts(
     shares: _Shares, array: WeightArray, prefix: str, lead: tuple[int, ...]
 ) -> Iterator[Block]:
     """One layer of an array: in one block if it is small, else each part by rows."""
-    local = [local_shape(p, shares.ranks) for p in array.parts]
+    check, local = value_check(array), [local_shape(p, shares.ranks) for p in array.parts]
     sizes = [math.prod(s) * BYTES[array.dtype] * len(shares.here) for s in local]
     extend = lambda a: a.reshape(*(1 for _ in lead), *a.shape)  # noqa: E731
     if sum(sizes) <= BLOCK_BYTES:
-        read = [shares.read(prefix + p.key, p, None, _refuse_not_finite) for p in array.parts]
+        read = [shares.read(prefix + p.key, p, None, check) for p in array.parts]
         block = [extend(np.concatenate(each, axis=0)) for each in zip(*read, strict=True)]
         yield _start(block[0], *lead), block
         return
@@ -270,7 +270,7 @@ def _parts(
         step = max(1, BLOCK_BYTES * rows // size)
         for first in range(0, rows, step):
             at = first, min(first + step, rows)
-            found = shares.read(prefix + part.key, part, at, _refuse_not_finite)
+            found = shares.read(prefix + part.key, part, at, check)
             yield _start(extend(found[0]), *lead, row + first), [extend(a) for a in found]
         row += rows
 
@@ -284,7 +284,7 @@ def _experts(
     one: tuple[int, ...],
 ) -> list[np.ndarray]:
     """Experts of every local rank; `number` is how many each rank holds."""
-    check = _refuse_nan_scales if array.name.endswith("_scale") else _accept
+    check = value_check(array)
     block = [np.empty((1, len(experts), *one), array.dtype) for _ in shares.here]
     spread = shares.placement.experts == "tp"
     for i, e in enumerate(experts):
@@ -299,6 +299,13 @@ def _experts(
                 target[0, i, row : row + data.shape[0]] = data
             row += found[0].shape[0]
     return block
+
+
+def value_check(array: WeightArray) -> Callable[[str, np.ndarray, int, int], None]:
+    """What refuses bad values of the array, given a tensor's name, values and their place."""
+    if array.per_expert:
+        return _refuse_nan_scales if array.name.endswith("_scale") else _accept
+    return _refuse_not_finite
 
 
 def _accept(name: str, data: np.ndarray, row: int, column: int) -> None:
