@@ -111,3 +111,28 @@ def tampered_replica() -> None:
     parts[3] = jax.device_put(changed, jax.devices()[3])
     other = jax.make_array_from_single_device_arrays((2,), laid, parts)
     assert unequal_replicas({"a": same, "b": other}) == ["['b']"]
+
+
+def looped_back() -> None:
+    """One device computes one rank's share at that rank's shapes; exchanges keep the shapes."""
+    from jax_impl.cache import make_cache
+    from jax_impl.checkpoint import Checkpoint
+    from jax_impl.collectives import Ranks
+    from jax_impl.loader import load_weights
+
+    checkpoint = Checkpoint.open(GOLDEN / "model_tiny16")
+    config, ranks = checkpoint.config, Ranks(RANKS)
+    run = RunConfig(slots=2, pages=2, page_size=2, dcp=RANKS)
+    weights = load_weights(checkpoint, placement=Placement(ranks, rank=5))
+    shapes = jax.tree.map(lambda a: a.shape, weights)
+    assert shapes == jax.tree.map(lambda a: a.shape, abstract_weights(config, RANKS))
+    inputs = StepInputs(
+        np.arange(8, dtype=np.int32)[None], np.int32([8]), np.int32([0]), np.int32([1]),
+        np.int32([[1, 0]]), np.float32([0]), np.uint32([0]),
+    )  # type: ignore[arg-type]  # fmt: skip
+    step = build_step(Static(config, run, ranks), rows="all")
+    cache = make_cache(config, run, ranks)
+    text = step.lower(weights, cache, inputs).compile().as_text()
+    assert not exchanges_by_layer(text)
+    _, out, _ = step(weights, cache, inputs)
+    assert out.logits.shape == (1, 8, config.vocab_size // RANKS) and bool(out.finite[0])

@@ -75,16 +75,17 @@ MATRIX = tuple(
     Setting(tp, dcp, batch, verify, "ep" if tp == 8 and batch == 8 else "tp", 1 if tp == 16 else 4)
     for tp, dcp, batch, verify in itertools.product((8, 16), (False, True), (1, 8), (False, True))
 )
-# what the subjects are checked under: model_tiny16 over the whole matrix
+# What the subjects are checked under. The recorded drafter is hardly ever right, so tokens are
+# compared on the made pair, whose drafts are accepted in every number; the recorded one once.
 FULL: dict[str, tuple[Setting, ...]] = {
     "model_tiny16": MATRIX,
     PRESET: (
-        Setting(16, False, 1, True),
+        *(s for s in MATRIX if s.verify),
         Setting(16, True, 8, False, "ep"),
-        Setting(8, True, 8, True, "tp", 4),
         Setting(8, False, 1, False, "ep"),
     ),
 }
+RECORDED_TOKENS = Setting(16, True, 8, True)
 
 
 def emulate_devices(ranks: int = RANKS) -> None:
@@ -142,7 +143,7 @@ def check_sharded(settings: dict[str, tuple[Setting, ...]] = FULL) -> Iterator[V
                     yield not_run(where, "all", str(error))
                     continue
                 yield from check_logits(where, subject, setting, run, placement)
-                if setting.verify:
+                if setting.verify and (name == PRESET or setting == RECORDED_TOKENS):
                     yield from check_tokens(where, subject, setting, run, placement)
 
 

@@ -52,10 +52,9 @@ def test_logits_tokens_and_replicas(subject):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("subject", FULL)
-@pytest.mark.parametrize("tp", [8, 16])
-@pytest.mark.parametrize("dcp", [False, True])
-def test_whole_matrix(subject, tp, dcp):
-    chosen = tuple(s for s in FULL[subject] if s.tp == tp and s.dcp == dcp)
+@pytest.mark.parametrize("batch", [1, 8])
+def test_whole_matrix(subject, batch):
+    chosen = tuple(s for s in FULL[subject] if s.batch == batch)
     assert chosen
     run(CHECK.format(settings={subject: chosen}), timeout=3000)
 
@@ -80,6 +79,10 @@ def test_exchanges_per_layer_and_a_cache_in_place(dcp):
 
 def test_one_replica_that_differs_in_the_last_bit_is_found():
     run("from parity.emulated import tampered_replica; tampered_replica()")
+
+
+def test_one_device_computes_one_ranks_share():
+    run("from parity.emulated import looped_back; looped_back()", devices=1)
 
 
 def test_settings_have_names_of_their_own():
