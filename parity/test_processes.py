@@ -368,6 +368,15 @@ def test_who_is_to_blame(statuses, causes):
         assert "All processes are ended. " in text
 
 
+def test_an_error_of_all_is_one_line():
+    wrong = changed(status=2, error="ConfigError: tp 8: 16 devices found")
+    judged = view(wrong, dataclasses.replace(wrong, unchanged=3.0))
+    text = (
+        "k3 watchdog: all 2 processes ended with status 2 over ConfigError: tp 8: 16 devices found"
+    )
+    assert judged.verdict(judged.troubles(101.0)) == text
+
+
 def test_nobody_is_missed_before_the_start_timeout():
     judged = view(AT, None)
     assert judged.troubles(49.0) == []
