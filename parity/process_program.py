@@ -1,12 +1,13 @@
 """What the processes of `test_processes` run: DIRECTORY PORT NUMBER INDEX MODE START STALL.
 
-Modes: `sums` and `sums-on` join JAX and add over 16 devices, four times or without end. All others
-do without JAX: they step until DIRECTORY/stop exists; `error`, `stall` and `verdict` say what
-happens in between.
+Modes: `sums` and `sums-on` join JAX and add over 16 devices, four times or without end; `load`
+joins and loads DIRECTORY/target. All others do without JAX: they step until DIRECTORY/stop exists;
+`error`, `stall` and `verdict` say what happens in between.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 import time
@@ -21,12 +22,13 @@ def main() -> int:
     directory, port, number, index, mode, start, stall = sys.argv[1:]
     where, me = Path(directory), int(index)
     options = ProcessOptions(f"127.0.0.1:{port}", int(number), me, 4, float(start), float(stall))
-    if not mode.startswith("sums"):
+    with_jax = {"sums": add, "sums-on": add, "load": load}
+    if mode not in with_jax:
         processes.join = lambda *_: None  # type: ignore[assignment]
 
     def work() -> int:
         (where / f"pid{me}").write_text(str(os.getpid()))
-        return add(where, me, mode) if mode.startswith("sums") else step_on(where, me, mode)
+        return with_jax.get(mode, step_on)(where, me, mode)
 
     try:
         return launch(options, work)
@@ -85,6 +87,22 @@ def add(where: Path, me: int, mode: str) -> int:
     found = f"{jax.process_count()} {jax.device_count()} {total.tolist()} {gathered.tolist()}"
     (where / f"result{me}").write_text(found)
     print(found)
+    return 0
+
+
+def load(where: Path, me: int, mode: str) -> int:
+    """Weights of this process's ranks; notes the bytes read of each tensor."""
+    from jax_impl.checkpoint import Checkpoint
+    from jax_impl.loader import load_arrays
+    from jax_impl.sharding import place_ranks
+
+    read: dict[str, int] = {}
+    placement = place_ranks(16)
+    report(None, "loading weights")
+    arrays = load_arrays(Checkpoint.open(where / "target"), None, placement, read)
+    devices = {d.id for a in arrays.values() for d in a.sharding.device_set}
+    found = {"here": placement.here, "devices": len(devices), "read": read}
+    (where / f"result{me}").write_text(json.dumps(found))
     return 0
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import json
 import os
 import random
 import signal
@@ -13,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from jax_impl.checkpoint import Checkpoint
+from jax_impl.make_tiny import make_checkpoint
 from jax_impl.processes import ProcessError, Processes, ProcessOptions, find_processes
 from jax_impl.watch_hub import Lines, WireError, encode, greeting, read_status
 from jax_impl.watch_view import Limits, Peer, Status, View
@@ -117,6 +120,22 @@ def test_sums_over_four_processes_of_four_devices(four):
     # process 0 alone prints, and nothing but what it was told to
     assert [four.out(i) for i in range(4)] == [expected + "\n", "", "", ""]
     assert "watchdog" not in four.err(0)
+
+
+def test_every_process_reads_its_own_slices_only(four):
+    make_checkpoint(four.where, preset="tp16", seed=0)
+    stored = {n: s.nbytes for n, s in Checkpoint.open(four.where / "target").consumed.items()}
+    stored = {n: 48 * 4 if n.endswith("A_log") else s for n, s in stored.items()}  # 128, 48 used
+    assert four.start("load").end(200) == dict.fromkeys(range(4), 0), four.err(0)
+    found = [json.loads((four.where / f"result{i}").read_text()) for i in range(4)]
+    assert [f["here"] for f in found] == [[*range(4 * i, 4 * i + 4)] for i in range(4)]
+    assert {f["devices"] for f in found} == {16}
+    times = {n: sum(f["read"].get(n, 0) for f in found) / size for n, size in stored.items()}
+    # what is cut is read by one process, each byte once; what all ranks hold whole by all four
+    assert set(times.values()) == {1.0, 4.0}
+    cut = {n for n, t in times.items() if t == 1.0}
+    assert all(f["read"][n] * 4 == stored[n] for f in found for n in cut)
+    assert sum(stored[n] for n in cut) > 0.9 * sum(stored.values())
 
 
 def test_a_worker_killed_in_the_middle(four):
