@@ -138,6 +138,25 @@ def test_every_process_reads_its_own_slices_only(four):
     assert sum(stored[n] for n in cut) > 0.9 * sum(stored.values())
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(900)  # both compile the model for 16 devices
+def test_generate_gives_the_same_in_four_processes_as_in_one(tmp_path):
+    make_checkpoint(tmp_path, preset="tp16", seed=0)
+    command = [sys.executable, "-m", "jax_impl", "generate", str(tmp_path / "target")]
+    command += ["--prompt-ids", "5,17,101", "--steps", "4", "--tp", "16", "--compute", "float32"]
+    four = ["--coordinator", f"localhost:{free_port()}", "--num-processes", "4"]
+    four += ["--local-devices", "4", "--json", str(tmp_path / "four.json")]
+    started = [
+        subprocess.Popen([*command, *four, "--process-id", str(i)], cwd=ROOT) for i in range(4)
+    ]
+    assert [p.wait() for p in started] == [0] * 4
+    one = ["--local-devices", "16", "--json", str(tmp_path / "one.json")]
+    subprocess.run([*command, *one], cwd=ROOT, check=True)
+    found = {n: json.loads((tmp_path / f"{n}.json").read_text()) for n in ("one", "four")}
+    assert [found[n]["conditions"]["processes"] for n in ("one", "four")] == [1, 4]
+    assert found["four"]["output_ids"] == found["one"]["output_ids"]
+
+
 def test_a_worker_killed_in_the_middle(four):
     four.start("sums-on").until_step(3)
     os.kill(four.worker(2), signal.SIGKILL)
