@@ -16,6 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -267,7 +268,8 @@ def use_local_devices(number: int | None) -> None:
         return
     import jax
 
-    jax.config.update("jax_num_cpu_devices", number)
+    with suppress(RuntimeError):  # devices are in use already: `require_local_devices` tells
+        jax.config.update("jax_num_cpu_devices", number)
 
 
 def require_local_devices(number: int) -> None:
@@ -366,8 +368,8 @@ class _Reporter(threading.Thread):
             state = self._state | {"doing": self._state["doing"][:150]}
             try:
                 os.write(self._fd, json.dumps(state).encode() + b"\n")
-            except BlockingIOError:  # the launcher is behind; a later beat says the same
-                pass
+            except BlockingIOError:
+                return True  # the launcher is behind; a later beat says the same
             except OSError:
                 return False
         return True

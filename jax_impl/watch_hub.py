@@ -206,7 +206,8 @@ class Hub(threading.Thread):
             return False
         del self._new[sock]
         self._known[sock] = (index, lines)
-        view.peers[index] = Peer(str(message["host"])[:100], heard=self._time.now)
+        host = "".join(c for c in str(message["host"])[:100] if c.isprintable())
+        view.peers[index] = Peer(host, heard=self._time.now)
         return True
 
     def _tell(self, message: dict[str, Any]) -> None:

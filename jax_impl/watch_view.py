@@ -108,7 +108,7 @@ class View:
         s = peer.status
         if s.ended_well:
             return "finished"
-        ended = "" if s.status is None else f" [{_ending(s)}]"
+        ended = "" if s.status is None else f" [{_ending(s, 60)}]"
         return f"{s.place()}, for {s.unchanged:.0f} s{ended}"
 
     def troubles(self, now: float) -> list[Trouble]:
@@ -183,9 +183,14 @@ class View:
 
     def verdict(self, troubles: list[Trouble]) -> str:
         """The message of what went wrong: cause, state of all, what to do."""
+        ends = {(p.status.status, p.status.error) for p in self.peers.values()}
+        if len(self.peers) == self.number and len(ends) == 1 and next(iter(ends))[1]:
+            same = _ending(next(iter(self.peers.values())).status)
+            return f"k3 watchdog: all {self.number} processes {same}"
         order = min(t.order for t in troubles)
         causes = list(dict.fromkeys(t.what for t in troubles if t.order == order))
-        shown = causes[:4] + [f"and {len(causes) - 4} more"] * (len(causes) > 4)
+        most = 1 if order == 3 else 4  # errors are long, and the first is the one to read
+        shown = causes[:most] + [f"and {len(causes) - most} more"] * (len(causes) > most)
         return "\n".join(
             [
                 f"k3 watchdog: {'; '.join(shown)}.",
@@ -216,12 +221,14 @@ def _span(ranks: tuple[int, int]) -> str:
     return str(ranks[0]) if ranks[0] == ranks[1] else f"{ranks[0]}-{ranks[1]}"
 
 
-def _ending(s: Status) -> str:
+def _ending(s: Status, most: int = 1000) -> str:
+    """How it ended; of its error at most so many characters."""
     if s.system:
         return f"was ended: {s.system}"
     if s.status is not None and s.status < 0:
         with suppress(ValueError):
             return f"died: killed by {signal.Signals(-s.status).name}"
         return f"died: killed by signal {-s.status}"
-    said = f" over {s.error}" if s.error else ""
+    error = s.error if len(s.error) <= most else f"{s.error[:most]}..."
+    said = f" over {error}" if error else ""
     return f"ended with status {s.status}{said}"

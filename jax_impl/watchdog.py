@@ -133,6 +133,8 @@ class _Launcher:
 
     def __init__(self, processes: Processes, options: ProcessOptions) -> None:
         self.processes, self.options = processes, options
+        limits = Limits(options.start_timeout, options.stall_timeout)
+        self._view = View(processes.number, limits, options.local_devices)  # the hub's, in 0
         self._time, self._signal = OwnTime(), 0
         self._hub: Hub | None = None
         self._worker: _Worker | None = None
@@ -156,11 +158,10 @@ class _Launcher:
 
     def run(self, command: list[str]) -> int:
         """Start and watch; see `run_supervised`."""
-        p, o = self.processes, self.options
+        p = self.processes
         if p.index == 0:
-            view = View(p.number, Limits(o.start_timeout, o.stall_timeout), o.local_devices)
             try:
-                self._hub = Hub(p.hub, view)
+                self._hub = Hub(p.hub, self._view)
             except OSError as error:
                 host, port = p.hub
                 _say(
@@ -247,23 +248,24 @@ class _Launcher:
         """Message for the case that process 0 does not hold the run together; else empty."""
         host, port = self.processes.hub
         at = f"{host}:{port}"
-        first = self._table[0].split(": ", 1)[0] if self._table else "process 0"
+        names = [line.split(": ", 1)[0] for line in self._table]
+        first = names[0] if names else self._view.name(0)
         if self._lost:
             what = f"the launcher of {first} is gone (connection to {at} lost)"
         elif self._link is not None and now - self._heard > SILENT_S:
             what = f"nothing heard of {first} at {at} for {now - self._heard:.0f} s"
         elif self._link is None and now > self.options.start_timeout:
             limit = f"{self.options.start_timeout:g} s (--start-timeout)"
-            what = f"process 0 did not start: its launcher did not answer at {at} within {limit}"
+            what = f"{first} did not start: its launcher did not answer at {at} within {limit}"
         elif self._link is None and status.status and now > GREETING_S:
             said = f" over {status.error}" if status.error else ""
-            what = f"this worker ended with status {status.status}{said}; process 0 is not there"
+            what = f"this worker ended with status {status.status}{said}; {first} is not there"
         else:
             return ""
         p, mine = self.processes, f"{status.place()}, for {status.unchanged:.0f} s"
-        lines = list(self._table) or [f"process {p.index} of {p.number}: {mine}"]
-        if p.index < len(self._table):  # of itself it knows more than the last table
-            lines[p.index] = f"{lines[p.index].split(': ', 1)[0]}: {mine}"
+        lines = list(self._table) or [f"{self._view.name(p.index)}: {mine}"]
+        if p.index < len(names):  # of itself it knows more than the last table
+            lines[p.index] = f"{names[p.index]}: {mine}"
         known = [f"  {line}" for line in lines]
         where = "Where all were, and what they waited for, when last heard of:"
         advice = ADVICE[4 if self._link is None else 1]

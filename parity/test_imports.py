@@ -22,7 +22,10 @@ ALLOWED = {
     },
 }
 SHARED = {"cases", "inputs", "metrics", "tolerances"}  # what bench may take from parity
-WITHOUT_JAX = ("config", "weights", "memory", "checkpoint", "make_tiny", "plan")
+WITHOUT_JAX = (
+    *("config", "weights", "memory", "checkpoint", "make_tiny", "plan"),
+    *("processes", "watchdog"),
+)
 FILES = [f for package in OURS for f in sorted((ROOT / package).rglob("*.py"))]
 
 
