@@ -169,13 +169,18 @@ def started(models: Models, plain: Plain, starts: np.ndarray) -> Cache:
 
 
 def forced(
-    text: np.ndarray, position: np.ndarray, accepted: np.ndarray, seed: int, vocabulary: int
+    text: np.ndarray,
+    position: np.ndarray,
+    accepted: np.ndarray,
+    seed: int,
+    vocabulary: int,
+    drafts: int = K,
 ):
-    """Anchor and drafts [B, 1 + K] of which exactly the first `accepted` continue the text."""
-    tokens = np.random.default_rng(seed).integers(0, vocabulary, (B, K + 1))
+    """Anchor and drafts [B, 1 + drafts]; exactly the first `accepted` continue the text."""
+    tokens = np.random.default_rng(seed).integers(0, vocabulary, (len(position), drafts + 1))
     for b, (p, a) in enumerate(zip(position, accepted, strict=True)):
         tokens[b, : a + 1] = text[b, p : p + a + 1]
-        if a < K and tokens[b, a + 1] == text[b, p + a + 1]:
+        if a < drafts and tokens[b, a + 1] == text[b, p + a + 1]:
             tokens[b, a + 1] = (tokens[b, a + 1] + 1) % vocabulary
     return tokens
 

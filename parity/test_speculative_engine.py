@@ -15,9 +15,11 @@ from jax_impl.backend import AUTO
 from jax_impl.checkpoint import Checkpoint
 from jax_impl.cli import GenerateOptions
 from jax_impl.config import ConfigError, RunConfig
-from jax_impl.draft_weights import open_draft
+from jax_impl.draft_weights import load_draft, open_draft
 from jax_impl.engine import LIMIT, STOP, Engine, EngineError
+from jax_impl.make_tiny import make_checkpoint
 from jax_impl.speculative_engine import SpeculativeEngine, build_waiting_prefill, build_waiting_step
+from parity.driver import load
 from parity.speculation import Models
 
 K = 3
@@ -26,6 +28,22 @@ SHORT = 62  # a context of as many pages, so that no further program is compiled
 RUN = RunConfig(compute="float32", profile="V", slots=5, pages=60, page_size=4)
 PROMPTS = ([40, 41, 42, 43, 44, 45, 46, 47, 48, 49, 50], [60], [71, 72, 73, 74])
 SAMPLED = Acceptance("block", "probabilistic")
+
+
+@pytest.fixture(scope="module")
+def pair_directory(tmp_path_factory):
+    """A KDA layer, an MLA layer that is tapped, and a drafter of two layers."""
+    directory = tmp_path_factory.mktemp("pair") / "tiny"
+    make_checkpoint(directory, "tiny", 0, overrides={"num_hidden_layers": 2})
+    return directory
+
+
+@pytest.fixture(scope="module")
+def models(pair_directory) -> Models:
+    """The pair, loaded."""
+    config, weights = load((pair_directory / "target").resolve())
+    draft = open_draft(pair_directory / "draft")
+    return Models(config, weights, draft.config, load_draft(draft), RUN)
 
 
 def engine(models: Models, run=RUN, method=Acceptance(), shuffle=None, **settings):  # noqa: B008
@@ -215,16 +233,6 @@ def test_generation_without_room_ends(models, pair_directory, monkeypatch):
         generate_draft.speculative(
             checkpoint, RUN, AUTO, PROMPTS[0], dataclasses.replace(options, steps=limit)
         )
-
-
-@pytest.fixture(scope="module")
-def pair_directory(tmp_path_factory):
-    """The checkpoint pair of `models` as files."""
-    from jax_impl.make_tiny import make_checkpoint
-
-    directory = tmp_path_factory.mktemp("pair") / "tiny"
-    make_checkpoint(directory, "tiny", 0, overrides={"num_hidden_layers": 5})
-    return directory
 
 
 @pytest.mark.slow
