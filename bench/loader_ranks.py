@@ -16,6 +16,7 @@ after the files' pages were dropped from the page cache (posix_fadvise):
 For every tensor the bytes that the reader counted have to equal the bytes of what the process's
 ranks hold of it: less would be an incomplete load, more a byte read twice or needlessly. Released
 and prepared form have to give the same bits on every device (CRC-32 per array and device).
+Resident memory before a conversion counts its imports without orbax's (about 60 MB).
 `device_read_bytes` is what the kernel fetched from the disk for the process (/proc/self/io); it
 counts whole pages and read-ahead. Exit status 0 only if all of this holds.
 """
@@ -92,14 +93,15 @@ def load_here(path: Path, processes: int, index: int, port: int) -> dict[str, An
 
     placement = place_ranks(RANKS)
     jax.jit(lambda x: x + 1)(jnp.zeros(8)).block_until_ready()
-    before, disk, begin = status_bytes("VmRSS"), disk_bytes(), time.perf_counter()
+    before, disk, busy = status_bytes("VmRSS"), disk_bytes(), time.process_time()
+    begin = time.perf_counter()
     read: dict[str, int] = {}
     with PeakSampler() as sampler:
         checkpoint = Checkpoint.open(path)
         opened = time.perf_counter()
         arrays = jax.block_until_ready(load_arrays(checkpoint, None, placement, read))
         end = time.perf_counter()
-    disk = disk_bytes() - disk
+    disk, busy = disk_bytes() - disk, time.process_time() - busy
     needed = needed_bytes(checkpoint, placement)
     shards = [(key, s) for key, a in sorted(arrays.items()) for s in a.addressable_shards]
     total = sum(read.values())
@@ -118,6 +120,7 @@ def load_here(path: Path, processes: int, index: int, port: int) -> dict[str, An
         "device_read_bytes": disk,
         "open_seconds": opened - begin,
         "load_seconds": end - opened,
+        "cpu_seconds": busy,
         "read_bytes_per_second": total / (end - opened),
         "rss_before_bytes": before,
         "rss_peak_bytes": sampler.peak,
@@ -136,8 +139,9 @@ def convert_here(path: Path, out: Path, limit: int) -> dict[str, Any]:
         from jax_impl.prepared import plan_items
 
         checkpoint = Checkpoint.open(path)
-        before = status_bytes("VmRSS")
+        before, busy = status_bytes("VmRSS"), time.process_time()
         figures = convert(checkpoint, out)
+        busy = time.process_time() - busy
     try:
         np.ones(limit, np.uint8)
         enforced = False
@@ -149,6 +153,7 @@ def convert_here(path: Path, out: Path, limit: int) -> dict[str, Any]:
     for key in ("source", "out"):
         del figures[key]
     return figures | {
+        "cpu_seconds": busy,
         "limit": "RLIMIT_DATA",
         "limit_bytes": limit,
         "limit_enforced": enforced,
@@ -264,7 +269,9 @@ def failures(figures: dict[str, Any]) -> list[str]:
     return found
 
 
-def result(figures: dict[str, Any], command: str, source: str) -> dict[str, Any]:
+def result(
+    figures: dict[str, Any], command: str, source: str, busy: tuple[float, ...]
+) -> dict[str, Any]:
     """The result file's content: conditions apart from figures."""
     names = ("jax", "jaxlib", "numpy", "safetensors", "orbax-checkpoint", "tensorstore")
     conditions = {
@@ -272,7 +279,8 @@ def result(figures: dict[str, Any], command: str, source: str) -> dict[str, Any]
             "machine": platform.machine(),
             "system": f"{platform.system()} {platform.release()}",
             "cpus": os.cpu_count(),
-            "load_average": os.getloadavg(),
+            "load_average_before": busy,
+            "load_average_after": os.getloadavg(),
         },
         "device": f"emulated CPU devices, {RANKS} in all",
         "ranks": RANKS,
@@ -304,12 +312,15 @@ def print_figures(report: dict[str, Any]) -> None:
             disk = ", ".join(f"{p['device_read_bytes'] / 1e9:.3f}" for p in run["processes"])
             once = run["each_byte_at_most_once_and_none_needlessly"]
             print(f"{form}, {processes} process(es): read {each} GB each (from disk {disk}), ")
-            print(f"  {run['seconds']:.1f} s, {run['read_bytes_per_second'] / 1e9:.2f} GB/s")
+            cpu = sum(p["cpu_seconds"] for p in run["processes"])
+            rate = run["read_bytes_per_second"] / 1e9
+            print(f"  {run['seconds']:.1f} s ({cpu:.1f} s of CPU), {rate:.2f} GB/s")
             print(f"  each byte at most once and none needlessly: {once}")
     c = f["convert"]
     limit = f"{c['limit']} {c['limit_bytes'] / 1e9:.3f} GB (enforced: {c['limit_enforced']})"
     rate = c["written_bytes_per_second"] / 1e9
     print(f"convert: {c['bytes'] / 1e9:.3f} GB in {c['seconds']:.1f} s ({rate:.2f} GB/s), {limit}")
+    print(f"  {c['cpu_seconds']:.1f} s of CPU")
     peak, before = c["rss_peak_bytes"] / 1e9, c["rss_before_bytes"] / 1e9
     print(f"  resident {before:.3f} GB before, {peak:.3f} GB at its peak; ", end="")
     print(f"largest layer {c['largest_layer_bytes'] / 1e9:.3f} GB")
@@ -337,6 +348,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.convert:
         print(json.dumps(convert_here(args.convert, args.out, args.limit)))
         return 0
+    busy = os.getloadavg()  # of others: elapsed times mean little on a busy machine
     with tempfile.TemporaryDirectory(prefix="k3-loader-ranks-", dir=args.scratch) as scratch:
         path, source = args.checkpoint, "given checkpoint"
         if path is None:
@@ -349,7 +361,7 @@ def main(argv: list[str] | None = None) -> int:
             path = made / "target"
         figures = measure(path.resolve(), Path(scratch))
     command = shlex.join(["python", "-m", "bench.loader_ranks", *(argv or sys.argv[1:])])
-    report = result(figures, command, source)
+    report = result(figures, command, source, busy)
     if args.json != "-":
         print_figures(report)
     if args.json:

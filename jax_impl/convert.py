@@ -16,6 +16,7 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
@@ -288,6 +289,7 @@ def _write_item(
         stored = planned.stored
         values[stored.key] = _gather(planned, reader, progress)
         entries[stored.key] = stored.described(zlib.crc32(values[stored.key].view(np.uint8).data))
+    reader.close()  # its mapped pages count as memory, and saving takes a copy of the item
     new = item.with_name(PARTIAL + item.name)
     save(new, values)
     (new / MARKER).write_bytes(_json(entries))
@@ -320,8 +322,13 @@ def _saver() -> Iterator[Save]:
     log.setLevel(logging.ERROR)  # orbax warns of every item that it is not in its default format
     handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_zarr3=False, use_compression=False)
     try:
-        with ocp.Checkpointer(handler) as checkpointer:
-            yield lambda path, tree: checkpointer.save(path, args=ocp.args.PyTreeSave(tree))
+        # in a thread of its own: an interrupt then waits for the item instead of breaking orbax
+        with ocp.Checkpointer(handler) as checkpointer, ThreadPoolExecutor(1) as thread:
+
+            def save(path: Path, tree: dict[str, np.ndarray]) -> None:
+                thread.submit(checkpointer.save, path, ocp.args.PyTreeSave(tree)).result()
+
+            yield save
     finally:
         log.setLevel(level)
 

@@ -319,8 +319,9 @@ def _refuse_not_finite(name: str, data: np.ndarray, row: int, column: int) -> No
     """
     # the exponent bits tell, and reading them is faster than a test in bf16
     bits, ones = (np.uint16, 0x7F80) if data.dtype.itemsize == 2 else (np.uint32, 0x7F800000)
-    bad = np.argwhere((np.ascontiguousarray(data).view(bits) & ones) == ones)
-    if bad.size:
+    found = (np.ascontiguousarray(data).view(bits) & ones) == ones
+    if found.any():  # much faster than looking for their places
+        bad = np.argwhere(found)
         first = bad[0] + np.array([row, column, *[0] * data.ndim])[: data.ndim]
         raise CheckpointError(
             f"{name}: {len(bad)} value(s) that are NaN or infinite, the first at {first.tolist()}; "
@@ -329,8 +330,9 @@ def _refuse_not_finite(name: str, data: np.ndarray, row: int, column: int) -> No
 
 
 def _refuse_nan_scales(name: str, data: np.ndarray, row: int, column: int) -> None:
-    bad = np.argwhere(data == NAN_SCALE)
-    if bad.size:
+    found = data == NAN_SCALE
+    if found.any():
+        bad = np.argwhere(found)
         raise CheckpointError(
             f"{name}: {len(bad)} scale byte(s) are 255 (NaN in E8M0), the first at row "
             f"{row + bad[0][0]}, group {column + bad[0][1]}; expected 0..254. The file is damaged: "
