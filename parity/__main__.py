@@ -25,6 +25,8 @@ class Run:
     """Suites, separated by commas: ops, model, mutants, dspark, accept, vllm, sharded."""
     tp: int | None = None
     """Suite sharded with this number of ranks only; default: its whole matrix."""
+    case: str | None = None
+    """Suite sharded with settings only whose name contains this, such as 'TP16 dcp'."""
     report: Path | None = None
     """Directory for index.html and parity.json."""
     json: str | None = None

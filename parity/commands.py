@@ -28,14 +28,17 @@ def execute(command: Any) -> list[Verdict]:
     """
     kind = type(command).__name__
     if kind == "Run":
-        return run(command.suite, command.tp)
+        return run(command.suite, command.tp, command.case)
     if kind == "Golden":
         return golden(command.dirs)
     return compare(command.ckpt, command.prompt_ids, command.steps)
 
 
-def run(suite: str, tp: int | None = None) -> list[Verdict]:
-    """Suites over the recorded folders of this package; `tp` restricts suite `sharded`."""
+def run(suite: str, tp: int | None = None, case: str | None = None) -> list[Verdict]:
+    """Suites over the recorded folders of this package.
+
+    `tp` and `case` restrict suite `sharded`, see `parity.sharded.chosen`.
+    """
     names = [s.strip() for s in suite.split(",") if s.strip()]
     unknown = sorted(set(names) - set(SUITES))
     if unknown or not names:
@@ -47,14 +50,18 @@ def run(suite: str, tp: int | None = None) -> list[Verdict]:
         from parity.sharded import emulate_devices
 
         emulate_devices()
-    elif tp is not None:
-        raise BadInput(f"--tp {tp}: only suite sharded has ranks; found --suite {suite}")
+    elif tp is not None or case is not None:
+        raise BadInput(f"--tp, --case: they restrict suite sharded; found --suite {suite}")
     found: list[Verdict] = []
     for name in dict.fromkeys(names):
         if name == "sharded":
-            from parity.sharded import FULL, check_sharded, only
+            from parity.sharded import check_sharded
+            from parity.sharded import chosen as settings
 
-            found += _progress("sharded", check_sharded(FULL if tp is None else only(tp)))
+            if not any((wanted := settings(tp, case)).values()):
+                known = ", ".join(f"'{n} {s.name}'" for n, e in settings().items() for s in e[:2])
+                raise BadInput(f"--case {case!r}: no setting has that in its name; {known}, ...")
+            found += _progress("sharded", check_sharded(wanted))
             continue
         if name == "mutants":
             from parity.mutants import check_mutants

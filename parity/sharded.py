@@ -79,11 +79,7 @@ MATRIX = tuple(
 # compared on the made pair, whose drafts are accepted in every number; the recorded one once.
 FULL: dict[str, tuple[Setting, ...]] = {
     "model_tiny16": MATRIX,
-    PRESET: (
-        *(s for s in MATRIX if s.verify),
-        Setting(16, True, 8, False, "ep"),
-        Setting(8, False, 1, False, "ep"),
-    ),
+    PRESET: (*MATRIX, Setting(16, True, 8, False, "ep"), Setting(8, False, 1, False, "ep")),
 }
 RECORDED_TOKENS = Setting(16, True, 8, True)
 
@@ -132,9 +128,11 @@ def check_sharded(settings: dict[str, tuple[Setting, ...]] = FULL) -> Iterator[V
     from jax_impl.sharding import place_ranks
 
     with tempfile.TemporaryDirectory(prefix="parity-") as scratch:
-        for name, chosen in settings.items():
+        for name, each in settings.items():
+            if not each:
+                continue
             subject = made(Path(scratch)) if name == PRESET else recorded(name)
-            for setting in chosen:
+            for setting in each:
                 where = Where("sharded", subject.name, setting.name, profile="V")
                 try:
                     run = setting.run_settings(mla_norm_eps=subject.eps)
@@ -147,14 +145,21 @@ def check_sharded(settings: dict[str, tuple[Setting, ...]] = FULL) -> Iterator[V
                     yield from check_tokens(where, subject, setting, run, placement)
 
 
-def only(tp: int) -> dict[str, tuple[Setting, ...]]:
-    """`FULL` with one number of ranks; settings of TP16 cut to `tp` where it has none."""
-    found = {name: tuple(s for s in each if s.tp == tp) for name, each in FULL.items()}
-    if any(found.values()):
-        return found
+def chosen(tp: int | None = None, case: str | None = None) -> dict[str, tuple[Setting, ...]]:
+    """`FULL`, restricted to a number of ranks and to names that contain `case`.
+
+    Where no setting has `tp` ranks, those of 16 are cut to it.
+    """
+    found = FULL
+    if tp is not None:
+        found = {
+            name: tuple(s for s in each if s.tp == tp)
+            or tuple(dataclasses.replace(s, tp=tp) for s in each if s.tp == RANKS)
+            for name, each in FULL.items()
+        }
     return {
-        name: tuple(dataclasses.replace(s, tp=tp) for s in each if s.tp == RANKS)
-        for name, each in FULL.items()
+        name: tuple(s for s in each if case is None or case in f"{name} {s.name}")
+        for name, each in found.items()
     }
 
 

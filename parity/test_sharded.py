@@ -3,6 +3,7 @@
 The number of devices is fixed when JAX starts, and the other tests run with one.
 """
 
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from parity.sharded import FULL, MATRIX, PRESET, Setting
+from parity.test_processes import free_port
 
 ROOT = Path(__file__).parents[1]
 
@@ -57,6 +59,57 @@ def test_whole_matrix(subject, batch):
     chosen = tuple(s for s in FULL[subject] if s.batch == batch)
     assert chosen
     run(CHECK.format(settings={subject: chosen}), timeout=3000)
+
+
+def in_four_processes(tmp_path, case, timeout):
+    """Four processes of four devices; one of them compiles for all."""
+    env = os.environ | {
+        "JAX_PLATFORMS": "cpu",
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
+        "JAX_SHARE_BINARY_BETWEEN_HOSTS": "true",
+    }
+    env.pop("XLA_FLAGS", None)
+    port, logs = free_port(), [tmp_path / f"log{i}" for i in range(4)]
+    started = []
+    for i, log in enumerate(logs):
+        with open(log, "w") as out:
+            options = {
+                "suite": "sharded", "case": case, "json": tmp_path / "verdicts.json",
+                "coordinator": f"127.0.0.1:{port}", "num-processes": 4, "process-id": i,
+                "local-devices": 4, "stall-timeout": timeout, "start-timeout": 120,
+            }  # fmt: skip
+            given = [str(x) for name, value in options.items() for x in (f"--{name}", value)]
+            started.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "parity", "run", *given],
+                    cwd=ROOT,
+                    env=env,
+                    stdout=out,
+                    stderr=out,
+                )  # fmt: skip
+            )
+    try:
+        codes = [p.wait(timeout) for p in started]
+    finally:
+        for p in started:
+            p.terminate()
+    assert codes == [0] * 4, "\n".join(log.read_text()[-1500:] for log in logs)
+    found = json.loads((tmp_path / "verdicts.json").read_text())
+    assert found["passed"] and found["verdicts"]
+    return found["verdicts"]
+
+
+def test_four_processes(tmp_path):
+    case = f"{PRESET} TP16 dcp x1 batch 8 verify"
+    quantities = {v["quantity"] for v in in_four_processes(tmp_path, case, 900)}
+    assert quantities >= {"logits", "emitted ids", "tokens per step", "replicas bit-equal"}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tp", [8, 16])
+def test_whole_matrix_in_four_processes(tmp_path, tp):
+    cases = {v["case"] for v in in_four_processes(tmp_path, f"{PRESET} TP{tp}", 3000)}
+    assert len(cases) >= 8
 
 
 def test_the_matrix_covers_every_choice():
