@@ -258,6 +258,11 @@ def join(processes: Processes, local_devices: int | None = None) -> None:
     mine = [i for i, d in enumerate(jax.devices()) if d.process_index == processes.index]
     if local_devices is not None:
         require_local_devices(local_devices)
+    # The connections of the first exchange are given 30 s on a CPU, and compile times differ by
+    # more than that: make them now, while all processes are at the same place.
+    from jax.experimental.multihost_utils import sync_global_devices
+
+    sync_global_devices("joined")
     if _State.reporter is not None:
         _State.reporter.update(ranks=(mine[0], mine[-1]), doing="joined")
 
