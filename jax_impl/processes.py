@@ -260,11 +260,23 @@ def join(processes: Processes, local_devices: int | None = None) -> None:
         require_local_devices(local_devices)
     # The connections of the first exchange are given 30 s on a CPU, and compile times differ by
     # more than that: make them now, while all processes are at the same place.
-    from jax.experimental.multihost_utils import sync_global_devices
-
-    sync_global_devices("joined")
+    _exchange_once()
     if _State.reporter is not None:
         _State.reporter.update(ranks=(mine[0], mine[-1]), doing="joined")
+
+
+def _exchange_once() -> None:
+    """A sum over all devices of all processes."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    devices = jax.devices()
+    laid = NamedSharding(Mesh(np.array(devices), ("all",)), PartitionSpec("all"))
+    ones = jax.make_array_from_callback((len(devices),), laid, lambda _: np.ones(1, np.float32))
+    whole = NamedSharding(laid.mesh, PartitionSpec())
+    jax.jit(jnp.sum, out_shardings=whole)(ones).block_until_ready()
 
 
 def use_local_devices(number: int | None) -> None:

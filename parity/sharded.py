@@ -81,7 +81,9 @@ FULL: dict[str, tuple[Setting, ...]] = {
     "model_tiny16": MATRIX,
     PRESET: (*MATRIX, Setting(16, True, 8, False, "ep"), Setting(8, False, 1, False, "ep")),
 }
-RECORDED_TOKENS = Setting(16, True, 8, True)
+RECORDED_TOKENS = (Setting(16, True, 8, True),)
+# every process compiles for itself: with several of them tokens are compared under these only
+SEVERAL_TOKENS = (*RECORDED_TOKENS, Setting(8, False, 1, True, "tp", 4))
 
 
 def emulate_devices(ranks: int = RANKS) -> None:
@@ -125,8 +127,13 @@ class Subject:
 
 def check_sharded(settings: dict[str, tuple[Setting, ...]] = FULL) -> Iterator[Verdict]:
     """All comparisons; `settings` by subject, see `FULL`."""
+    import jax
+
     from jax_impl.sharding import place_ranks
 
+    tokens = tuple(s for s in MATRIX if s.verify)
+    if jax.process_count() > 1:
+        tokens = SEVERAL_TOKENS
     with tempfile.TemporaryDirectory(prefix="parity-") as scratch:
         for name, each in settings.items():
             if not each:
@@ -141,7 +148,7 @@ def check_sharded(settings: dict[str, tuple[Setting, ...]] = FULL) -> Iterator[V
                     yield not_run(where, "all", str(error))
                     continue
                 yield from check_logits(where, subject, setting, run, placement)
-                if setting.verify and (name == PRESET or setting == RECORDED_TOKENS):
+                if setting in (tokens if name == PRESET else RECORDED_TOKENS):
                     yield from check_tokens(where, subject, setting, run, placement)
 
 

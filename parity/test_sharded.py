@@ -62,12 +62,8 @@ def test_whole_matrix(subject, batch):
 
 
 def in_four_processes(tmp_path, case, timeout):
-    """Four processes of four devices; one of them compiles for all."""
-    env = os.environ | {
-        "JAX_PLATFORMS": "cpu",
-        "JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache"),
-        "JAX_SHARE_BINARY_BETWEEN_HOSTS": "true",
-    }
+    """Four processes of four devices."""
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
     env.pop("XLA_FLAGS", None)
     port, logs = free_port(), [tmp_path / f"log{i}" for i in range(4)]
     started = []
@@ -79,15 +75,8 @@ def in_four_processes(tmp_path, case, timeout):
                 "local-devices": 4, "stall-timeout": timeout, "start-timeout": 120,
             }  # fmt: skip
             given = [str(x) for name, value in options.items() for x in (f"--{name}", value)]
-            started.append(
-                subprocess.Popen(
-                    [sys.executable, "-m", "parity", "run", *given],
-                    cwd=ROOT,
-                    env=env,
-                    stdout=out,
-                    stderr=out,
-                )  # fmt: skip
-            )
+            command = [sys.executable, "-m", "parity", "run", *given]
+            started.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=out, stderr=out))
     try:
         codes = [p.wait(timeout) for p in started]
     finally:
