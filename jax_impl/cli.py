@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from jax_impl.processes import ONE_PROCESS, ProcessOptions, is_first, launch
+
 Positional = tyro.conf.Positional
 Preset = Literal["tiny", "synthetic", "tp16", "deep", "big"]
 
@@ -56,8 +58,10 @@ class MemoryOptions:
         tp: tensor-parallel ranks.
         batch: sequences at the same time.
         context: tokens per sequence, prompt and output together.
-        drafts: drafted tokens per step.
-        kv_dtype: dtype of the MLA latent cache.
+        drafts: drafted tokens per step; a verification has one row more.
+        draft: DSpark draft (config.json or its directory), or `released` for the published sizes.
+        commit: how a verification keeps accepted rows only; both forms are printed.
+        kv_dtype: dtype of the MLA latent cache, and of the drafter's.
         router: router and latent projections cut over the ranks, or copied to each (vLLM).
         experts: width cut (tp), whole experts per rank (ep), or vLLM's padded cut.
         device_gb: memory of one device in 1e9 bytes; with it, what does not fit is refused.
@@ -67,6 +71,8 @@ class MemoryOptions:
     batch: int = 1
     context: int = 4096
     drafts: int = 0
+    draft: str | None = None
+    commit: Literal["replay", "snapshots"] = "replay"
     kv_dtype: Literal["bfloat16", "float32", "float8_e4m3fn"] = "bfloat16"
     router: Literal["cut", "copied"] = "cut"
     experts: Literal["tp", "ep", "padded"] = "tp"
@@ -81,7 +87,7 @@ def memory(
 ) -> int:
     """Memory per rank for weights, caches and temporaries, from config.json alone.
 
-    Example: k3 memory /data/Kimi-K3/config.json --tp 16 --context 131072 --batch 8
+    Example: k3 memory /data/Kimi-K3 --tp 16 --context 131072 --batch 8 --drafts 7 --draft released
 
     Args:
         checkpoint: config.json, or a directory that holds it.
@@ -100,8 +106,14 @@ def memory(
         kv_dtype=options.kv_dtype,
         router=options.router,
         experts=options.experts,
+        commit=options.commit,
     )
     result: dict[str, Any] = {}
+    if options.draft is not None or options.drafts:
+        from jax_impl.draft_memory import commit_forms, with_draft
+
+        settings = with_draft(config, settings, options.draft)
+        result["commit_forms"] = commit_forms(config, settings)
     if options.device_gb is None:
         found = estimates.estimate(config, settings)
     else:
@@ -113,6 +125,10 @@ def memory(
     size, tensors = estimates.checkpoint_size(config)
     result |= {"text_bytes": size, "text_tensors": tensors}
     result["per_rank_bytes"] = {what: size for what, size, _ in found.rows()}
+    for form, sizes in result.get("commit_forms", {}).items():
+        for what, size in sizes.items():
+            how = f"{what.replace('_', ' ')} of one step, all KDA layers"
+            rows.append((f"commit by {form}", f"{size / 1e9:12,.3f}", f"{size:,}", how))
     _emit(
         result,
         json,
@@ -138,6 +154,10 @@ class GenerateOptions:
         chunk: prompt tokens per prefill step.
         page_size: tokens per cache page.
         backend: auto is the standard XLA path; latency_specialized asks for Pallas kernels.
+        tp: tensor-parallel ranks, one device each.
+        experts: cut the width of every routed expert (tp), or give whole experts to ranks (ep).
+        dcp: ranks that share the latent cache between them: 1 (each holds all) or as many as tp.
+        dcp_interleave: consecutive tokens on one rank of the shared cache.
         draft: DSpark draft checkpoint; with it, decoding is speculative.
         drafts: drafted tokens per step (a verify step has one row more).
         accept: rule that judges drafts; synthetic forces the number accepted and reports no text.
@@ -156,6 +176,10 @@ class GenerateOptions:
     chunk: int = 64
     page_size: int = 16
     backend: Literal["auto", "latency_specialized"] = "auto"
+    tp: int = 1
+    experts: Literal["tp", "ep"] = "tp"
+    dcp: int = 1
+    dcp_interleave: int = 1
     draft: Path | None = None
     drafts: int = 7
     accept: Literal["standard", "block", "synthetic"] = "standard"
@@ -167,10 +191,11 @@ def generate(
     checkpoint: Positional[Path],
     prompt_ids: str,
     options: Annotated[GenerateOptions, tyro.conf.arg(name="")] = GenerateOptions(),
+    processes: Annotated[ProcessOptions, tyro.conf.arg(name="")] = ONE_PROCESS,
     *,
     json: str | None = None,
 ) -> int:
-    """Generate token ids from a prompt of token ids, on one device.
+    """Generate token ids from a prompt of token ids, in one or several processes.
 
     Example: k3 generate build/demo/target --prompt-ids 5,17,101 --steps 16
 
@@ -178,13 +203,19 @@ def generate(
         checkpoint: checkpoint directory.
         prompt_ids: FILE with ids, or a LIST such as 5,17,101.
         options: how to run.
+        processes: which processes run it together.
         json: write the result to this file ('-' for standard output).
     """
-    from jax_impl.generate import run_generate
 
-    result = run_generate(checkpoint, prompt_ids, options)
-    _emit(result, json, title="generated")
-    return 0
+    def work() -> int:
+        from jax_impl.generate import run_generate
+
+        result = run_generate(checkpoint, prompt_ids, options)
+        if is_first():
+            _emit(result, json, title="generated")
+        return 0
+
+    return launch(processes, work)
 
 
 def convert(checkpoint: Positional[Path], out: Positional[Path], *, json: str | None = None) -> int:

@@ -36,6 +36,7 @@ _OPTIONAL: dict[str, tuple[Any, ...]] = {
     "sample_from_anchor": (True, None),
     "dspark_draft_topk": (None,),
     "n_predict": (None,),
+    "rope_interleave": (True, None),
     "attention_bias": (False, None),
     "attention_dropout": (0, 0.0, None),
 }
@@ -140,7 +141,8 @@ class DraftConfig:
         types = {f.name: str(f.type) for f in fields(cls)}
         known = set(_REQUIRED) | set(_OPTIONAL) | _IGNORED | _DERIVED | (set(types) - {"rope"})
         known |= {f"rope_parameters.{f.name}" for f in fields(Yarn)}
-        problems = fixed_settings(flat, _REQUIRED, _OPTIONAL) + unknown_settings(flat, known)
+        problems = fixed_settings(flat, _REQUIRED, _OPTIONAL)
+        problems += unknown_settings(flat, known, ("auto_map.",))
         values = _collect(flat, types, problems)
         if not problems:
             config = cls(**values)

@@ -53,11 +53,16 @@ class DraftWeights:
     layer: DraftLayer
 
 
-def draft_table(c: DraftConfig) -> tuple[WeightArray, ...]:
-    """All weight arrays of a drafter, one row per array."""
+def draft_table(c: DraftConfig, ranks: int = 1) -> tuple[WeightArray, ...]:
+    """All weight arrays of a drafter, one row per array.
+
+    A drafter may have fewer heads than there are ranks: where they do not divide, every rank holds
+    the whole attention, which is then computed alike everywhere and not summed.
+    """
     d, v, r, n = c.hidden_size, c.vocab_size, c.markov_rank, c.num_attention_heads
     rq, rkv = c.q_lora_rank, c.kv_lora_rank
     kv = n * (c.qk_nope_head_dim + c.v_head_dim)
+    rows, columns = (0, 1) if n % ranks == 0 else (None, None)
     latents = [("q_a_proj", rq, None), ("kv_a_proj_with_mqa", c.kv_row, None)]
     confidence = (
         one("root", "confidence_proj", "confidence_head.proj.weight", (1, c.confidence_width)),
@@ -74,10 +79,10 @@ def draft_table(c: DraftConfig) -> tuple[WeightArray, ...]:
         one("layer", "post_attention_layernorm", "post_attention_layernorm.weight", (d,)),
         joined("layer", "a_proj", "self_attn", latents, d),
         one("layer", "q_a_layernorm", "self_attn.q_a_layernorm.weight", (rq,)),
-        one("layer", "q_b_proj", "self_attn.q_b_proj.weight", (n * c.qk_head_dim, rq), 0),
+        one("layer", "q_b_proj", "self_attn.q_b_proj.weight", (n * c.qk_head_dim, rq), rows),
         one("layer", "kv_a_layernorm", "self_attn.kv_a_layernorm.weight", (rkv,)),
-        one("layer", "kv_b_proj", "self_attn.kv_b_proj.weight", (kv, rkv), 0),
-        one("layer", "o_proj", "self_attn.o_proj.weight", (d, n * c.v_head_dim), 1),
+        one("layer", "kv_b_proj", "self_attn.kv_b_proj.weight", (kv, rkv), rows),
+        one("layer", "o_proj", "self_attn.o_proj.weight", (d, n * c.v_head_dim), columns),
         *gated_mlp("layer", "", "mlp", d, c.intermediate_size),
     )
 
@@ -93,7 +98,10 @@ def draft_from_arrays(arrays: dict[tuple[str, str], jax.Array]) -> DraftWeights:
 def abstract_draft_weights(c: DraftConfig, ranks: int = 1) -> DraftWeights:
     """Shapes and dtypes of one rank's weights, nothing allocated."""
     return draft_from_arrays(
-        {(a.kind, a.name): jax.ShapeDtypeStruct(a.shape(c, ranks), a.dtype) for a in draft_table(c)}
+        {
+            (a.kind, a.name): jax.ShapeDtypeStruct(a.shape(c, ranks), a.dtype)
+            for a in draft_table(c, ranks)
+        }
     )
 
 

@@ -6,17 +6,18 @@ from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jax_impl.backend import AUTO, Backend
-from jax_impl.cache import PAD, Cache, StepInputs, StepOutputs, make_cache
+from jax_impl.cache import PAD, Cache, StepInputs, StepOutputs
 from jax_impl.config import ModelConfig, RunConfig
 from jax_impl.params import Weights
+from jax_impl.sharding import ONE_DEVICE, Placement, make_spread_cache, require_ranks
 from jax_impl.static import Static
 from jax_impl.step import build_step
 
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
+STOP, LIMIT = "stop", "limit"  # why a sequence finished
 
 
 class EngineError(ValueError):
@@ -25,19 +26,48 @@ class EngineError(ValueError):
 
 @dataclass
 class Sequence:
-    """One sequence. `ids` are all known tokens, the first `processed` of which the cache holds."""
+    """One sequence. `ids` are all known tokens, the first `processed` of which the cache holds.
+
+    Attributes:
+        stop: ids that end the text; the one found is kept.
+        limit: most tokens to generate behind the prompt, or behind the latest extension.
+        generated: tokens generated so far, counted as `limit` does.
+        emitted: tokens that each decode step gave, before `stop` and `limit` cut them.
+        finished: None while the text goes on, else `STOP`, `LIMIT` or a sentence about its room.
+        failed: None, or what went wrong.
+    """
 
     ids: list[int]
     slot: int
     temperature: float
     seed: int
+    stop: frozenset[int] = frozenset()
+    limit: int | None = None
     processed: int = 0
     pages: list[int] = field(default_factory=list)
+    generated: int = 0
+    emitted: list[int] = field(default_factory=list)
+    finished: str | None = None
     failed: str | None = None
+
+    def take(self, tokens: Ids[int]) -> list[int]:
+        """Append generated tokens up to the end of the text; returns those that count."""
+        kept: list[int] = []
+        for token in tokens:
+            if self.finished is not None:
+                break
+            kept.append(int(token))
+            self.generated += 1
+            if kept[-1] in self.stop:
+                self.finished = STOP
+            elif self.generated == self.limit:
+                self.finished = LIMIT
+        self.ids += kept
+        return kept
 
 
 class Engine:
-    """Generation on one device: prefill in chunks, then batched decode steps.
+    """Generation: prefill in chunks, then batched decode steps.
 
     Attributes:
         sequences: the live sequences by handle; a finished one stays until `release`.
@@ -55,6 +85,7 @@ class Engine:
         *,
         chunk: int = 64,
         context: int | None = None,
+        placement: Placement = ONE_DEVICE,
     ) -> None:
         """Allocate the cache.
 
@@ -66,34 +97,54 @@ class Engine:
             chunk: prompt tokens per prefill step.
             context: most tokens that one sequence may hold; None: what all pages hold. The
                 standard attention reads that many rows in each step, whatever a sequence's length.
+            placement: the ranks; `weights` are laid out on them.
 
         Raises:
             EngineError: `chunk` or `context` out of range.
+            ConfigError: the model does not divide by the ranks.
         """
-        most = min(run.pages * run.page_size, config.max_position_embeddings)
+        require_ranks(config, run, placement.ranks.size)
+        most = min(run.pages * run.page_tokens, config.max_position_embeddings)
         self.context = most if context is None else context
         if not 1 <= self.context <= most or chunk < 1:
             raise EngineError(
                 f"context {self.context}, chunk {chunk}: expected 1..{most} tokens "
-                f"({run.pages} pages of {run.page_size}, model limit "
+                f"({run.pages} pages of {run.page_tokens}, model limit "
                 f"{config.max_position_embeddings}) and a chunk of at least 1"
             )
-        self.static = Static(config, run)
+        self.static, self.placement = Static(config, run, placement.ranks), placement
         self.weights, self.backend, self.chunk = weights, backend, chunk
-        self.cache: Cache = make_cache(config, run)
+        self.cache: Cache = make_spread_cache(config, run, placement)
         self.sequences: dict[int, Sequence] = {}
         self.steps: dict[tuple[str, int, int], int] = {}
         self._free_slots = list(range(run.slots))[::-1]
         self._free_pages = list(range(run.pages))[::-1]
         self._next_handle = 0
 
-    def add(self, prompt: Ids[int], *, temperature: float = 0.0, seed: int = 0) -> int:
+    def add(
+        self,
+        prompt: Ids[int],
+        *,
+        temperature: float = 0.0,
+        seed: int = 0,
+        stop: Ids[int] = (),
+        limit: int | None = None,
+    ) -> int:
         """Admit a sequence and return its handle; nothing runs yet.
+
+        Args:
+            prompt: token ids.
+            temperature: 0 is greedy.
+            seed: of the draws; a token depends on (seed, position) alone.
+            stop: ids that finish the sequence.
+            limit: most tokens to generate; None: no limit.
 
         Raises:
             EngineError: empty prompt, ids outside the vocabulary, no free slot, bad temperature.
         """
         self._check_ids(prompt)
+        if limit is not None and limit < 1:
+            raise EngineError(f"limit {limit}: expected at least 1 token, or None")
         if not 0.0 <= temperature < float("inf"):
             raise EngineError(f"temperature {temperature}: expected 0 (greedy) or above")
         if not 0 <= seed < 2**32:
@@ -105,13 +156,22 @@ class Engine:
         handle = self._next_handle
         self._next_handle += 1
         ids = [int(i) for i in prompt]
-        self.sequences[handle] = Sequence(ids, self._free_slots.pop(), temperature, seed)
+        slot = self._free_slots.pop()
+        self.sequences[handle] = Sequence(ids, slot, temperature, seed, frozenset(stop), limit)
         return handle
 
     def extend(self, handle: int, ids: Ids[int]) -> None:
-        """Append known tokens to a kept sequence (a next turn); they are prefilled on demand."""
+        """Append known tokens to a kept sequence (a next turn); they are prefilled on demand.
+
+        A finished sequence goes on. Where its cache went beyond a stop in the middle of accepted
+        drafts, the next prefill starts over: a recurrent state cannot give tokens back.
+        """
         self._check_ids(ids)
-        self._get(handle).ids.extend(int(i) for i in ids)
+        seq = self._get(handle)
+        if seq.processed > len(seq.ids):
+            seq.processed = 0
+        seq.ids.extend(int(i) for i in ids)
+        seq.generated, seq.finished = 0, None
 
     def release(self, handle: int) -> None:
         """Forget a sequence; its slot and pages are free at once."""
@@ -134,18 +194,31 @@ class Engine:
             if seq.failed is not None:
                 return None
             if seq.processed == len(seq.ids):
-                token = int(outputs.token[0])
-                seq.ids.append(token)
-                return token
+                return seq.take([int(outputs.token[0])])[0]
 
-    def decode(self, handles: Ids[int]) -> dict[int, int]:
-        """One token for each of the given prefilled sequences, in one step.
+    def decode(self, handles: Ids[int]) -> dict[int, list[int]]:
+        """One step for the given prefilled sequences.
 
-        Returns the new token by handle; sequences whose logits were not finite are left out.
+        Returns the new tokens by handle, here one each; sequences whose logits were not finite are
+        left out.
+
+        Raises:
+            EngineError: a sequence that is unknown, finished or not prefilled, given twice, or more
+                of them than the largest batch.
         """
+        seqs = self._ready(handles)
+        outputs = self._run(seqs, bucket(len(seqs)), 1, [1] * len(seqs))
+        return self._collect(handles, seqs, np.asarray(outputs.token)[:, None], [1] * len(seqs))
+
+    def _ready(self, handles: Ids[int]) -> list[Sequence]:
+        """The sequences, if one decode step can take all of them."""
         seqs = [self._get(h) for h in handles]
         for handle, seq in zip(handles, seqs, strict=True):
             waiting = len(seq.ids) - seq.processed
+            if seq.finished is not None:
+                raise EngineError(
+                    f"sequence {handle} is finished ({seq.finished}); extend or release it"
+                )
             if waiting != 1:
                 raise EngineError(
                     f"sequence {handle}: {waiting} unprocessed tokens, decode takes exactly one; "
@@ -155,31 +228,48 @@ class Engine:
             raise EngineError(
                 f"{len(handles)} sequences: expected 1..{BATCH_BUCKETS[-1]} different ones"
             )
-        bucket = next(b for b in BATCH_BUCKETS if b >= len(seqs))
-        outputs = self._run(seqs, bucket, 1, [1] * len(seqs))
-        tokens = np.asarray(outputs.token)
+        return seqs
+
+    def _collect(
+        self, handles: Ids[int], seqs: list[Sequence], tokens: np.ndarray, counts: Ids[int]
+    ) -> dict[int, list[int]]:
+        """Append each row's first `counts` of tokens [B, T]; new tokens of rows that went well."""
         found = {}
         for row, (handle, seq) in enumerate(zip(handles, seqs, strict=True)):
             if seq.failed is None:
-                seq.ids.append(int(tokens[row]))
-                found[handle] = seq.ids[-1]
+                seq.emitted.append(int(counts[row]))
+                found[handle] = seq.take(tokens[row, : counts[row]].tolist())
         return found
 
     def _run(self, seqs: list[Sequence], batch: int, tokens: int, counts: list[int]) -> StepOutputs:
         for seq, count in zip(seqs, counts, strict=True):
             self._reserve(seq, seq.processed + count)
-        width = -(-self.context // self.static.run.page_size)
-        inputs = _step_inputs(seqs, counts, batch, tokens, width, self.static.config.pad_token_id)
-        step = build_step(self.static, self.backend, "last")
-        self.cache, outputs, _ = step(self.weights, self.cache, inputs)
-        key = ("decode" if tokens == 1 else "prefill", batch, tokens)
-        self.steps[key] = self.steps.get(key, 0) + 1
-        finite = np.asarray(outputs.finite)
-        for row, (seq, count) in enumerate(zip(seqs, counts, strict=True)):
-            seq.processed += count
-            if not finite[row]:
-                seq.failed = f"logits not finite at position {seq.processed - 1}"
+        outputs = self._advance(self._inputs(seqs, counts, batch, tokens))
+        self._done("decode" if tokens == 1 else "prefill", batch, tokens)
+        self._processed(seqs, counts, outputs.finite)
         return outputs
+
+    def _advance(self, inputs: StepInputs) -> StepOutputs:
+        """Run known tokens [B, T] through the model."""
+        step = build_step(self.static, self.backend, "last", self.placement.mesh)
+        self.cache, outputs, _ = step(self.weights, self.cache, inputs)
+        return outputs
+
+    def _inputs(
+        self, seqs: list[Sequence], counts: list[int], batch: int, tokens: int
+    ) -> StepInputs:
+        width = -(-self.context // self.static.run.page_tokens)
+        return _step_inputs(seqs, counts, batch, tokens, width, self.static.config.pad_token_id)
+
+    def _done(self, kind: str, batch: int, tokens: int) -> None:
+        key = (kind, batch, tokens)
+        self.steps[key] = self.steps.get(key, 0) + 1
+
+    def _processed(self, seqs: list[Sequence], counts: Ids[int], finite: jax.Array) -> None:
+        for seq, count, fine in zip(seqs, counts, np.asarray(finite).tolist(), strict=False):
+            seq.processed += int(count)
+            if not fine:
+                seq.failed = f"logits not finite at position {seq.processed - 1}"
 
     def _reserve(self, seq: Sequence, length: int) -> None:
         if length > self.context:
@@ -187,14 +277,19 @@ class Engine:
                 f"{length} tokens: beyond the context of {self.context} that this engine was made "
                 "for; release the sequence or make an engine with a larger context"
             )
-        needed = -(-length // self.static.run.page_size) - len(seq.pages)
+        needed = -(-length // self.static.run.page_tokens) - len(seq.pages)
         if needed > len(self._free_pages):
             raise EngineError(
-                f"{length} tokens need {needed} more page(s) of {self.static.run.page_size}, "
+                f"{length} tokens need {needed} more page(s) of {self.static.run.page_tokens}, "
                 f"{len(self._free_pages)} of {self.static.run.pages} are free; release a sequence "
                 "or raise pages"
             )
-        seq.pages += [self._free_pages.pop() for _ in range(max(needed, 0))]
+        self._give(seq, needed)
+
+    def _give(self, seq: Sequence, pages: int) -> None:
+        """Up to so many free pages."""
+        for _ in range(min(pages, len(self._free_pages))):
+            seq.pages.append(self._free_pages.pop())
 
     def _get(self, handle: int) -> Sequence:
         if handle not in self.sequences:
@@ -209,10 +304,18 @@ class Engine:
             raise EngineError(f"{found}; expected at least one id of the vocabulary")
 
 
+def bucket(sequences: int) -> int:
+    """The smallest batch that holds so many sequences."""
+    return next(b for b in BATCH_BUCKETS if b >= sequences)
+
+
 def _step_inputs(
     seqs: list[Sequence], counts: list[int], batch: int, tokens: int, width: int, pad_id: int
 ) -> StepInputs:
-    """Host arrays of one step; rows beyond the sequences are pad rows."""
+    """Host arrays of one step, the same in every process; rows beyond the sequences are pad rows.
+
+    `counts` may be more than the known tokens of a sequence; what stands there is then not used.
+    """
     rows = len(seqs)
     ids = np.full((batch, tokens), pad_id, np.int32)
     table = np.full((batch, width), PAD, np.int32)
@@ -224,13 +327,14 @@ def _step_inputs(
         "seed": ([s.seed for s in seqs], 0, np.uint32),
     }
     for row, (seq, count) in enumerate(zip(seqs, counts, strict=True)):
-        ids[row, :count] = seq.ids[seq.processed : seq.processed + count]
+        known = seq.ids[seq.processed : seq.processed + count]
+        ids[row, : len(known)] = known
         table[row, : len(seq.pages)] = seq.pages
     vectors = {
-        name: jnp.asarray(np.array(values + [fill] * (batch - rows), dtype))
+        name: np.array(values + [fill] * (batch - rows), dtype)
         for name, (values, fill, dtype) in per_row.items()
     }
-    return StepInputs(tokens=jnp.asarray(ids), page_table=jnp.asarray(table), **vectors)
+    return StepInputs(tokens=ids, page_table=table, **vectors)  # type: ignore[arg-type]
 
 
 def describe_device() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,10 +17,12 @@ from rich.progress import TransferSpeedColumn as Rate
 from jax_impl.backend import Backend, choose_backend
 from jax_impl.checkpoint import Checkpoint
 from jax_impl.config import ConfigError, ModelConfig, RunConfig
-from jax_impl.engine import Engine, describe_device
+from jax_impl.engine import LIMIT, STOP, Engine, describe_device
 from jax_impl.ids import parse_ids
-from jax_impl.loader import load_weights
+from jax_impl.loader import load_weights, placed_bytes
 from jax_impl.params import Weights
+from jax_impl.processes import COMPILING, is_first, report
+from jax_impl.sharding import Placement, place_ranks, require_ranks
 
 if TYPE_CHECKING:
     from jax_impl.cli import GenerateOptions
@@ -34,13 +37,14 @@ def run_generate(path: Path, prompt: str, options: GenerateOptions) -> dict[str,
     """
     checkpoint, ids = Checkpoint.open(path), parse_ids(prompt)
     run = _settings(checkpoint.config, ids, options)
-    backend = choose_backend(run)
+    require_ranks(checkpoint.config, run, options.tp)
+    backend, placement = choose_backend(run), place_ranks(options.tp, run)
     if options.draft is not None:
         from jax_impl.generate_draft import speculative
 
-        found = speculative(checkpoint, run, backend, ids, options)
+        found = speculative(checkpoint, run, backend, ids, options, placement)
     else:
-        found = _plain(checkpoint, run, backend, ids, options)
+        found = _plain(checkpoint, run, backend, ids, options, placement)
     conditions = {
         "checkpoint": str(path),
         "device": describe_device(),
@@ -49,6 +53,10 @@ def run_generate(path: Path, prompt: str, options: GenerateOptions) -> dict[str,
         "profile": options.profile,
         "compute": options.compute,
         "kv_dtype": run.kv_cache_dtype,
+        "tp": options.tp,
+        "processes": jax.process_count(),
+        "experts": run.experts,
+        "dcp": run.dcp,
         "batch": 1,
         "temperature": options.temperature,
         "seed": options.seed,
@@ -85,42 +93,84 @@ def _settings(config: ModelConfig, ids: list[int], options: GenerateOptions) -> 
         kv_dtype=options.kv_dtype,
         kv_scale=options.kv_scale,
         slots=1,
-        pages=-(-length // max(options.page_size, 1)),
+        pages=-(-length // max(options.page_size * options.dcp, 1)),
         page_size=options.page_size,
         decode_backend=options.backend,
+        experts=options.experts,
+        dcp=options.dcp,
+        dcp_interleave=options.dcp_interleave,
     )
 
 
 def _plain(
-    checkpoint: Checkpoint, run: RunConfig, backend: Backend, ids: list[int], options: Any
+    checkpoint: Checkpoint,
+    run: RunConfig,
+    backend: Backend,
+    ids: list[int],
+    options: GenerateOptions,
+    placement: Placement,
 ) -> dict[str, Any]:
-    weights = load_with_progress(checkpoint, run)
-    engine = Engine(checkpoint.config, run, weights, backend, chunk=min(options.chunk, len(ids)))
-    handle = engine.add(ids, temperature=options.temperature, seed=options.seed)
-    sequence = engine.sequences[handle]
-    started = time.perf_counter()
-    engine.prefill(handle)
-    first = time.perf_counter() - started
-    times = []
-    stop = None if options.ignore_eos else checkpoint.config.eos_token_id
-    with steps_progress(options.steps) as progress:
-        while sequence.failed is None:
-            progress(len(sequence.ids) - len(ids))
-            if len(sequence.ids) - len(ids) >= options.steps or sequence.ids[-1] == stop:
-                break
-            started = time.perf_counter()
-            engine.decode([handle])
-            times.append(time.perf_counter() - started)
-    if sequence.failed is not None:
-        raise not_finite(sequence.failed, len(sequence.ids) - len(ids))
-    steady = times[1:]  # the first decode step holds its compilation
+    weights = load_with_progress(checkpoint, run, placement)
+    chunk = min(options.chunk, len(ids))
+    engine = Engine(checkpoint.config, run, weights, backend, chunk=chunk, placement=placement)
+    done = drive(engine, ids, options)
+    steady = done.times[1:]  # the first decode step holds its compilation
     return {
-        "output_ids": sequence.ids[len(ids) :],
-        "stopped_by": "eos" if sequence.ids[-1] == stop else "steps",
+        "output_ids": done.ids,
+        "stopped_by": done.stopped_by,
         "decode_tokens_per_s": len(steady) / sum(steady) if steady else None,
         "decode_steps_timed": len(steady),
-        "first_token_s_with_compilation": first,
+        "first_token_s_with_compilation": done.first,
     }
+
+
+@dataclass(frozen=True)
+class Driven:
+    """One generated text.
+
+    Attributes:
+        ids: generated ids.
+        stopped_by: `eos`, `steps`, or a sentence about missing room.
+        emitted: tokens of each decode step, before the end of the text cut them.
+        times: seconds of each decode step.
+        first: seconds of the prefill, compilation included.
+    """
+
+    ids: list[int]
+    stopped_by: str
+    emitted: list[int]
+    times: list[float]
+    first: float
+
+
+def drive(engine: Engine, ids: list[int], options: GenerateOptions) -> Driven:
+    """Prefill `ids` and decode until the text ends.
+
+    Raises:
+        ConfigError: logits are not finite.
+    """
+    stop = () if options.ignore_eos else (engine.static.config.eos_token_id,)
+    handle = engine.add(
+        ids, temperature=options.temperature, seed=options.seed, stop=stop, limit=options.steps
+    )
+    sequence, times = engine.sequences[handle], []
+    started = time.perf_counter()
+    report(0, "prefill (compiles first)", allow=COMPILING)
+    engine.prefill(handle)
+    first = time.perf_counter() - started
+    with steps_progress(options.steps) as progress:
+        while sequence.failed is None and sequence.finished is None:
+            progress(sequence.generated)
+            compiles = 0.0 if times else COMPILING
+            report(len(times) + 1, "decode step, waiting for its tokens", allow=compiles)
+            started = time.perf_counter()
+            if engine.decode([handle]):
+                times.append(time.perf_counter() - started)
+    if sequence.failed is not None or sequence.finished is None:
+        raise not_finite(str(sequence.failed), sequence.generated)
+    words = {STOP: "eos", LIMIT: "steps"}
+    why = words.get(sequence.finished, sequence.finished)
+    return Driven(sequence.ids[len(ids) :], why, sequence.emitted, times, first)
 
 
 def not_finite(where: str, done: int) -> ConfigError:
@@ -131,18 +181,23 @@ def not_finite(where: str, done: int) -> ConfigError:
     )
 
 
-def load_with_progress(checkpoint: Checkpoint, run: RunConfig) -> Weights:
-    """Load all weights, with bytes and rate on standard error."""
+def load_with_progress(checkpoint: Checkpoint, run: RunConfig, placement: Placement) -> Weights:
+    """Load this process's weights, with bytes and rate on standard error."""
     columns = ("loading", BarColumn(), DownloadColumn(), Rate(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=sum(s.nbytes for s in checkpoint.consumed.values()))
-        return load_weights(checkpoint, lambda size: bar.advance(task, size), run=run)
+    with Progress(*columns, console=Console(stderr=True, quiet=not is_first())) as bar:
+        task = bar.add_task("", total=placed_bytes(checkpoint, placement))
+
+        def placed(size: int) -> None:
+            bar.advance(task, size)
+            report(None, "loading weights")
+
+        return load_weights(checkpoint, placed, run, placement)
 
 
 @contextmanager
 def steps_progress(total: int) -> Iterator[Callable[[int], None]]:
     """A bar of generated tokens on standard error."""
     columns = ("decoding", BarColumn(), "{task.completed}/{task.total}")
-    with Progress(*columns, console=Console(stderr=True)) as bar:
+    with Progress(*columns, console=Console(stderr=True, quiet=not is_first())) as bar:
         task = bar.add_task("", total=total)
         yield lambda done: bar.update(task, completed=done)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from jax import lax
 
 from jax_impl.checkpoint import Checkpoint, CheckpointError, Reader
 from jax_impl.config import RunConfig
-from jax_impl.draft_weights import DraftWeights, draft_from_arrays
+from jax_impl.draft_weights import DraftWeights, draft_from_arrays, draft_table
 from jax_impl.memory import require_room
 from jax_impl.params import Weights, from_arrays
 from jax_impl.sharding import ONE_DEVICE, P, Placement, global_shape, spec
@@ -74,6 +75,8 @@ def load_draft(
     placement: Placement = ONE_DEVICE,
 ) -> DraftWeights:
     """All weights of a drafter opened with `draft_weights.open_draft`."""
+    table = draft_table(checkpoint.config, placement.ranks.size)  # type: ignore[arg-type]
+    checkpoint = replace(checkpoint, table=table)
     return draft_from_arrays(load_arrays(checkpoint, progress, placement))
 
 

@@ -14,6 +14,13 @@ from math import prod
 from typing import Literal
 
 from jax_impl.config import ConfigError, ModelConfig, RunConfig
+from jax_impl.step_memory import (
+    ITEM,
+    attention_buffer_bytes,
+    commit_buffer_bytes,
+    state_bytes,
+    temporary_bytes,
+)
 from jax_impl.weights import (
     BYTES,
     F32,
@@ -32,8 +39,6 @@ GIB = 1 << 30
 # What the release holds beside the text model: 165 vision tensors and 3 of the projector.
 VISION_BYTES, VISION_TENSORS = 894_717_952, 168
 MIN_EXPERT_WIDTH = 256  # columns per rank that vLLM's expert kernels ask for
-GATHER_PAIRS = 256  # as in ops/experts.py: up to so many (row, expert) pairs copy their experts
-ITEM = {**BYTES, "float8_e4m3fn": 1}
 _LATENT_PROJECTIONS = ("gate", "routed_expert_down_proj", "routed_expert_up_proj")
 
 
@@ -61,6 +66,8 @@ class MemorySettings:
         attention: `gathered` copies one layer's latent rows together before attention (the standard
             path), `paged` reads them in place.
         page_size: tokens per cache page; contexts are rounded up to whole pages.
+        commit: what a verification keeps of its rows until they are judged: `replay` the records
+            of the updates, `snapshots` the state after each row.
         draft_weights: bytes of draft model weights on this rank.
         draft_token_bytes: bytes of draft cache per token of context on this rank.
         reserve: bytes left free for the runtime, compiled programs, buffers of the collectives
@@ -78,6 +85,7 @@ class MemorySettings:
     experts: Literal["tp", "ep", "padded"] = "tp"
     attention: Literal["gathered", "paged"] = "gathered"
     page_size: int = 16
+    commit: Literal["replay", "snapshots"] = "replay"
     draft_weights: int = 0
     draft_token_bytes: int = 0
     reserve: int = 4 * GIB
@@ -113,6 +121,7 @@ _CHOICES: dict[str, tuple[str, ...]] = {
     "router": ("cut", "copied"),
     "experts": ("tp", "ep", "padded"),
     "attention": ("gathered", "paged"),
+    "commit": ("replay", "snapshots"),
 }
 
 
@@ -127,6 +136,7 @@ class MemoryEstimate:
     conv_windows: int
     latent_cache: int
     attention_buffers: int
+    commit_buffers: int
     draft_weights: int
     draft_cache: int
     temporaries: int
@@ -158,6 +168,8 @@ class MemoryEstimate:
             "gathered": "latent rows of one layer and their scores, for a step",
             "paged": "none: the cache is read in place",
         }[s.attention]
+        kept = f"{s.commit}, {batch} x {s.tokens} rows, until they are judged"
+        kept = "none: one token needs no verdict" if s.tokens == 1 else kept
         return [
             ("routed experts", self.routed_experts, layout),
             ("other weights", self.other_weights, f"router and latent projections {router}"),
@@ -165,7 +177,12 @@ class MemoryEstimate:
             ("convolution windows", self.conv_windows, held),
             ("latent cache", self.latent_cache, f"{tokens} ({s.kv_dtype}), whole on every rank"),
             ("attention buffers", self.attention_buffers, read),
-            ("draft weights", self.draft_weights, "none" if not self.draft_weights else "as given"),
+            ("commit buffers", self.commit_buffers, kept),
+            (
+                "draft weights",
+                self.draft_weights,
+                "none" if not self.draft_weights else "as cut over ranks",
+            ),
             ("draft cache", self.draft_cache, "none" if not self.draft_cache else tokens),
             ("step temporaries", self.temporaries, f"{s.batch * s.tokens} row(s) in a step"),
             ("reserve", self.reserve, "runtime, programs, collectives, fragmentation"),
@@ -226,60 +243,9 @@ def _numbers(c: ModelConfig, s: MemorySettings, array: WeightArray, part: Part) 
     return c.num_experts * local
 
 
-def state_bytes(config: ModelConfig, ranks: int, compute: str = "bfloat16") -> tuple[int, int]:
-    """(recurrent state, convolution windows) of one sequence on one rank, in bytes."""
-    if config.kda_num_heads % ranks:
-        raise ConfigError(f"kda_num_heads {config.kda_num_heads} does not divide by {ranks} ranks")
-    heads, width, layers = config.kda_num_heads // ranks, config.kda_head_dim, config.kda_layers
-    window = (config.short_conv_kernel_size - 1) * 3 * heads * width * ITEM[compute]
-    return len(layers) * heads * width * width * BYTES[F32], len(layers) * window
-
-
 def latent_token_bytes(config: ModelConfig, kv_dtype: str = "bfloat16") -> int:
     """Latent cache of one token, in bytes; the same on every rank, whatever their number."""
     return len(config.mla_layers) * config.kv_row * ITEM[kv_dtype]
-
-
-def attention_buffer_bytes(config: ModelConfig, settings: MemorySettings) -> int:
-    """What one MLA layer of the standard path gathers during a step, in bytes.
-
-    Per token of context: its latent row in the compute dtype, the latent part once more in f32, and
-    per local head and new token a score and a share in f32. (Profile V; the keys and values that
-    profile H expands for comparisons with the published code are not counted.)
-    """
-    if settings.attention == "paged":
-        return 0
-    heads = -(-config.num_attention_heads // settings.ranks)
-    row = config.kv_row * ITEM[settings.compute] + config.kv_lora_rank * BYTES[F32]
-    scores = 2 * settings.tokens * heads * BYTES[F32]
-    return settings.batch * settings.stored_context * (row + scores)
-
-
-def temporary_bytes(config: ModelConfig, settings: MemorySettings) -> int:
-    """Upper bound of a step's other temporaries, in bytes: the stream and the widest stage.
-
-    N rows, a bytes per activation. Stream: N (snapshots + 6) hidden a. Stages, of which the largest
-    counts: KDA (two f32 states of the batch, the projections in f32), feed-forward (dense width in
-    f32 and a), experts (each (row, expert) pair's weights packed and as bf16, at most
-    `GATHER_PAIRS` pairs; beyond that one expert at a time), logits (twice f32, whole vocabulary).
-    """
-    c, s = config, settings
-    rows, a = s.batch * s.tokens, ITEM[s.compute]
-    stream = rows * (c.num_snapshots + 6) * c.hidden_size * a
-    state, _ = state_bytes(c, s.ranks)
-    state = state // max(1, len(c.kda_layers))
-    kda_width = c.kda_width // s.ranks
-    kda = 2 * s.batch * state + rows * 10 * kda_width * BYTES[F32]
-    widest = max(c.intermediate_size, c.shared_intermediate_size) // s.ranks
-    feed_forward = rows * 3 * widest * (BYTES[F32] + a)
-    pairs = rows * c.num_experts_per_token
-    width = c.moe_intermediate_size // (1 if s.experts == "ep" else s.ranks)
-    packed = 3 * width * c.routed_expert_hidden_size * 17 // 32
-    one = packed + 2 * width * c.routed_expert_hidden_size * BYTES["bfloat16"]
-    experts = (pairs if pairs <= GATHER_PAIRS else 1) * one
-    experts += pairs * (2 * width + c.routed_expert_hidden_size) * (BYTES[F32] + a)
-    logits = rows * c.vocab_size * 2 * BYTES[F32]
-    return stream + max(kda, feed_forward, experts, logits)
 
 
 def estimate(config: ModelConfig, settings: MemorySettings = MemorySettings()) -> MemoryEstimate:
@@ -305,6 +271,7 @@ def estimate(config: ModelConfig, settings: MemorySettings = MemorySettings()) -
         conv_windows=s.batch * s.state_copies * window,
         latent_cache=cached * latent_token_bytes(config, s.kv_dtype),
         attention_buffers=attention_buffer_bytes(config, s),
+        commit_buffers=commit_buffer_bytes(config, s),
         draft_weights=s.draft_weights,
         draft_cache=cached * s.draft_token_bytes,
         temporaries=temporary_bytes(config, s),

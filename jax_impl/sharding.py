@@ -7,6 +7,7 @@ varying axes is on everywhere and has no exceptions.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
@@ -101,7 +102,7 @@ def require_ranks(
     """
     problems = indivisible(config, weight_table(config), ranks, run.experts)
     if draft is not None:
-        problems += [f"drafter: {p}" for p in indivisible(draft, draft_table(draft), ranks)]
+        problems += [f"drafter: {p}" for p in indivisible(draft, draft_table(draft, ranks), ranks)]
     if run.dcp not in (1, ranks):
         problems.append(f"dcp {run.dcp}: expected 1 or the number of ranks, {ranks}")
     if problems:
@@ -131,9 +132,9 @@ def weight_specs(config: ModelConfig, run: RunConfig) -> Weights:
     return from_arrays(_table_specs(weight_table(config), run.experts))
 
 
-def draft_specs(config: DraftConfig) -> DraftWeights:
+def draft_specs(config: DraftConfig, ranks: int) -> DraftWeights:
     """A PartitionSpec per array of the drafter."""
-    return draft_from_arrays(_table_specs(draft_table(config), "tp"))
+    return draft_from_arrays(_table_specs(draft_table(config, ranks), "tp"))
 
 
 def cache_specs(run: RunConfig) -> Cache:
@@ -187,15 +188,24 @@ def make_spread_cache(
 
 
 def unequal_replicas(tree: Any) -> list[str]:
-    """Leaves that should be equal on all ranks of this process and are not, bit for bit; by path.
+    """Leaves that should be equal on all ranks and are not, bit for bit; by path.
 
-    The debug check of what the type system promises: arrays whose sharding is replicated.
+    The debug check of what the type system promises: arrays whose sharding is replicated. With
+    several processes all of them must call it.
     """
-    found = []
+    found, sums = [], {}
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         if not isinstance(leaf, jax.Array) or not leaf.sharding.is_fully_replicated:
             continue
+        name = jax.tree_util.keystr(path)
         copies = [np.asarray(s.data).tobytes() for s in leaf.addressable_shards]
+        sums[name] = zlib.crc32(copies[0])
         if any(c != copies[0] for c in copies):
-            found.append(jax.tree_util.keystr(path))
+            found.append(name)
+    if jax.process_count() > 1:
+        from jax.experimental.multihost_utils import process_allgather
+
+        everyone = np.asarray(process_allgather(np.array(list(sums.values()), np.uint32)))
+        apart = np.flatnonzero((everyone != everyone[0]).any(axis=0))
+        found += [name for i, name in enumerate(sums) if i in apart and name not in found]
     return found

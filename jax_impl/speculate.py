@@ -260,7 +260,8 @@ def _spread(
     function: Callable, static: Static, draft: DraftStatic, mesh: Mesh | None, outputs: Any
 ) -> Callable:
     cache, inputs = cache_specs(static.run), input_specs()
-    weights = weight_specs(static.config, static.run), draft_specs(draft.config)
+    small = draft_specs(draft.config, draft.ranks.size)
+    weights = weight_specs(static.config, static.run), small
     return spread(function, mesh, (*weights, cache, inputs), (cache, outputs, inputs), donate=2)
 
 

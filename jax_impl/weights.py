@@ -119,11 +119,11 @@ def indivisible(
 
     `copied` names arrays that every rank is to hold whole.
     """
-    heads = ("kda_num_heads", "num_attention_heads")
+    heads = ("kda_num_heads", "num_attention_heads") if isinstance(c, ModelConfig) else ()
     problems = [  # a width may divide where it would cut through a head
         f"{name} {getattr(c, name)} does not divide by {ranks} ranks"
         for name in heads
-        if getattr(c, name, 0) % ranks
+        if getattr(c, name) % ranks
     ]
     for array in table:
         if array.name in copied:

@@ -14,17 +14,23 @@ from typing import Annotated
 
 import tyro
 
+from jax_impl.processes import ONE_PROCESS, ProcessError, ProcessOptions, is_first, launch
+
 
 @dataclass(frozen=True)
 class Run:
     """Runs suites over the recorded folders that come with the package."""
 
     suite: str = "ops,model,mutants"
-    """Suites, separated by commas: ops, model, mutants, dspark, accept, vllm."""
+    """Suites, separated by commas: ops, model, mutants, dspark, accept, vllm, sharded."""
+    tp: int | None = None
+    """Suite sharded with this number of ranks only; default: its whole matrix."""
     report: Path | None = None
     """Directory for index.html and parity.json."""
     json: str | None = None
     """File for the JSON document; - is stdout (the table then goes to stderr)."""
+    processes: Annotated[ProcessOptions, tyro.conf.arg(name="")] = ONE_PROCESS
+    """Which processes run it together; the first one reports."""
 
 
 @dataclass(frozen=True)
@@ -71,13 +77,18 @@ def main(arguments: list[str] | None = None) -> int:
     if problems := report.unwritable(command.json, command.report):
         print("error: " + "\n".join(problems), file=sys.stderr)
         return 2
-    try:
+
+    def work() -> int:
         verdicts = commands.execute(command)
-    except commands.BadInput as error:
+        if is_first():
+            report.deliver(verdicts, ["parity", *arguments], command.json, command.report)
+        return 0 if report.good(verdicts) else 1
+
+    try:
+        return launch(command.processes, work) if isinstance(command, Run) else work()
+    except (commands.BadInput, ProcessError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    report.deliver(verdicts, ["parity", *arguments], command.json, command.report)
-    return 0 if report.good(verdicts) else 1
 
 
 if __name__ == "__main__":

@@ -8,11 +8,12 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from jax_impl.processes import report
 from parity.folders import Folder, FolderError, open_folder, operations, tensor_names
 from parity.verdict import Verdict, Where, not_run
 
 RECORDED = Path(__file__).parent / "golden"
-SUITES = ("ops", "model", "mutants", "dspark", "accept", "vllm")
+SUITES = ("ops", "model", "mutants", "dspark", "accept", "vllm", "sharded")
 
 
 class BadInput(ValueError):
@@ -27,14 +28,14 @@ def execute(command: Any) -> list[Verdict]:
     """
     kind = type(command).__name__
     if kind == "Run":
-        return run(command.suite)
+        return run(command.suite, command.tp)
     if kind == "Golden":
         return golden(command.dirs)
     return compare(command.ckpt, command.prompt_ids, command.steps)
 
 
-def run(suite: str) -> list[Verdict]:
-    """Suites over the recorded folders of this package."""
+def run(suite: str, tp: int | None = None) -> list[Verdict]:
+    """Suites over the recorded folders of this package; `tp` restricts suite `sharded`."""
     names = [s.strip() for s in suite.split(",") if s.strip()]
     unknown = sorted(set(names) - set(SUITES))
     if unknown or not names:
@@ -42,8 +43,19 @@ def run(suite: str) -> list[Verdict]:
             f"--suite: found {', '.join(unknown) or 'nothing'}; known suites are "
             f"{', '.join(SUITES)}"
         )
+    if "sharded" in names:
+        from parity.sharded import emulate_devices
+
+        emulate_devices()
+    elif tp is not None:
+        raise BadInput(f"--tp {tp}: only suite sharded has ranks; found --suite {suite}")
     found: list[Verdict] = []
     for name in dict.fromkeys(names):
+        if name == "sharded":
+            from parity.sharded import FULL, check_sharded, only
+
+            found += _progress("sharded", check_sharded(FULL if tp is None else only(tp)))
+            continue
         if name == "mutants":
             from parity.mutants import check_mutants
 
@@ -188,6 +200,7 @@ def _progress(name: str, verdicts: Iterable[Verdict]) -> list[Verdict]:
         stage = f"{w.ours} {w.dtype}/{w.profile} {w.case.split(' ')[0].rstrip(',')}"
         if stage != last:
             last = stage
+            report(None, f"{name}: {stage}")
             print(
                 f"[{time.monotonic() - start:6.1f} s] {name}: {stage}", file=sys.stderr, flush=True
             )

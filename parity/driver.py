@@ -16,11 +16,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_impl.cache import PAD, Cache, StepInputs, make_cache
+from jax_impl.cache import PAD, Cache, StepInputs
 from jax_impl.checkpoint import Checkpoint
 from jax_impl.config import ModelConfig, RunConfig
 from jax_impl.loader import load_weights
 from jax_impl.params import Weights
+from jax_impl.sharding import ONE_DEVICE, Placement, make_spread_cache, unequal_replicas
 from jax_impl.static import Static
 from jax_impl.step import Step, build_recording_step, build_step
 
@@ -61,6 +62,7 @@ class Driver:
     weights: Weights
     run: RunConfig
     longest: int
+    placement: Placement = ONE_DEVICE
 
     @classmethod
     def open(
@@ -81,7 +83,12 @@ class Driver:
     @property
     def static(self) -> Static:
         """The settings of every step."""
-        return Static(self.config, self.run)
+        return Static(self.config, self.run, self.placement.ranks)
+
+    @property
+    def pages(self) -> int:
+        """Pages of one sequence."""
+        return -(-self.longest // self.run.page_tokens)
 
     def with_run(self, **changes: object) -> Driver:
         """The same weights under other run settings."""
@@ -89,16 +96,15 @@ class Driver:
 
     def poisoned(self) -> Cache:
         """A cache full of NaN (the FP8 scale stays)."""
-        empty = make_cache(self.config, self.run)
-        poison = jax.tree.map(lambda a: jnp.full(a.shape, jnp.nan, a.dtype), empty)
-        return poison.replace(kv_scale=empty.kv_scale)
+        empty = make_spread_cache(self.config, self.run, self.placement)
+        return poison(empty)
 
     def whole(self, ids: np.ndarray) -> tuple[np.ndarray, Session, Sequence, Arrays]:
         """All of `ids` in one recorded step: logits [T, V], session, sequence, stage outputs."""
         session = Session(self, seed=1)
         sequence = session.sequence(slot=2)
         inputs = step_inputs([(sequence, ids)], len(ids), len(sequence.pages))
-        step = build_recording_step(self.static)
+        step = build_recording_step(self.static, mesh=self.placement.mesh)
         session.cache, out, _, record = step(self.weights, session.cache, inputs)
         sequence.position = len(ids)
         logits = np.asarray(out.logits[0], np.float64)
@@ -112,11 +118,12 @@ class Session:
         """A poisoned cache; `seed` scatters the pages, `step` replaces the built one."""
         self.driver, self.cache = driver, driver.poisoned()
         self._free = list(np.random.default_rng(seed).permutation(driver.run.pages))
-        self._step = step or build_step(driver.static, rows="all")
+        self._step = step or build_step(driver.static, rows="all", mesh=driver.placement.mesh)
+        self.unequal: list[str] = []  # what should have been equal on all ranks and was not
 
     def sequence(self, slot: int) -> Sequence:
         """A new sequence in `slot`, with pages for `longest` tokens."""
-        need = -(-self.driver.longest // PAGE)
+        need = self.driver.pages
         taken, self._free = self._free[:need], self._free[need:]
         return Sequence(slot, np.array(taken, np.int32))
 
@@ -125,10 +132,11 @@ class Session:
 
         None stands for a pad row. `width` and the number of rows decide what is compiled.
         """
-        pages = -(-self.driver.longest // PAGE)
-        inputs = step_inputs(rows, width, pages)
+        inputs = step_inputs(rows, width, self.driver.pages)
         self.cache, out, _ = self._step(self.driver.weights, self.cache, inputs)
-        logits, tokens = np.asarray(out.logits, np.float64), np.asarray(out.token)
+        if self.driver.placement.mesh is not None:
+            self.unequal += unequal_replicas((self.cache, out))
+        logits, tokens = host(out.logits).astype(np.float64), np.asarray(out.token)
         found: list[int | None] = []
         for i, row in enumerate(rows):
             if row is None:
@@ -171,6 +179,24 @@ class Session:
         return all(bool(np.isnan(x).all()) for x in rest)
 
 
+def poison(cache: Cache) -> Cache:
+    """A cache laid out alike and full of NaN; the FP8 scale stays."""
+    laid = jax.tree.map(lambda a: a.sharding, cache)
+    full = jax.jit(
+        lambda c: jax.tree.map(lambda a: jnp.full(a.shape, jnp.nan, a.dtype), c), out_shardings=laid
+    )(cache)
+    return full.replace(kv_scale=cache.kv_scale)
+
+
+def host(x: jax.Array) -> np.ndarray:
+    """The whole array, also where its shards belong to several processes; all of them must call."""
+    if x.is_fully_addressable or x.is_fully_replicated:
+        return np.asarray(x)
+    from jax.experimental.multihost_utils import process_allgather
+
+    return np.asarray(process_allgather(x, tiled=True))
+
+
 def step_inputs(
     rows: list[tuple[Sequence, np.ndarray] | None], width: int, pages: int
 ) -> StepInputs:
@@ -186,10 +212,9 @@ def step_inputs(
             position[i], slot[i] = sequence.position, sequence.slot
             table[i] = sequence.pages
     return StepInputs(
-        tokens=jnp.asarray(tokens), count=jnp.asarray(count), position=jnp.asarray(position),
-        slot=jnp.asarray(slot), page_table=jnp.asarray(table),
-        temperature=jnp.zeros(batch, jnp.float32), seed=jnp.zeros(batch, jnp.uint32),
-    )  # fmt: skip
+        tokens=tokens, count=count, position=position, slot=slot, page_table=table,
+        temperature=np.zeros(batch, np.float32), seed=np.zeros(batch, np.uint32),
+    )  # type: ignore[arg-type]  # fmt: skip
 
 
 def in_windows(

@@ -15,9 +15,9 @@ from jax_impl import loader
 from jax_impl.checkpoint import INDEX, SINGLE, Checkpoint, CheckpointError
 from jax_impl.config import ConfigError, ModelConfig, RunConfig
 from jax_impl.loader import load_weights
-from jax_impl.sharding import ONE_DEVICE
 from jax_impl.make_tiny import make_checkpoint
 from jax_impl.memory import DoesNotFitError, cache_bytes
+from jax_impl.sharding import ONE_DEVICE
 from jax_impl.weights import checkpoint_tensors, weight_table
 
 SOURCE = Path(__file__).parent / "golden" / "model_tiny3"

@@ -121,3 +121,15 @@ def test_a_result_that_cannot_be_written_says_where(tiny, tmp_path, capsys):
 def test_a_directory_in_use_is_not_overwritten(tiny, capsys):
     assert k3("make-tiny", tiny) == 2
     assert str(tiny) in capsys.readouterr().err
+
+
+def test_memory_with_a_drafter_prints_both_forms_of_commit(tmp_path, golden_dir, capsys):
+    asked = ["memory", golden_dir / "k3_config.json", "--tp", "16", "--drafts", "7"]
+    out = tmp_path / "memory.json"
+    assert k3(*asked, "--draft", "released", "--json", out) == 0
+    found = json.loads(out.read_text())
+    assert found["per_rank_bytes"]["draft weights"] == 519_252_482
+    assert found["per_rank_bytes"]["commit buffers"] == found["commit_forms"]["replay"]["memory"]
+    assert found["commit_forms"]["snapshots"]["traffic"] == 298_450_944
+    assert "commit by snapshots" in capsys.readouterr().out
+    assert k3(*asked, "--draft", tmp_path / "nowhere") == 2

@@ -4,7 +4,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from jax_impl import memory
+from jax_impl import memory, step_memory
 from jax_impl.cache import cache_shapes
 from jax_impl.collectives import Ranks
 from jax_impl.config import ConfigError, ModelConfig, RunConfig
@@ -211,7 +211,7 @@ def test_table_has_every_part_and_its_total(k3):
 def test_limit_of_copied_experts_is_that_of_the_step():
     from jax_impl.ops.experts import GATHER_PAIRS
 
-    assert memory.GATHER_PAIRS == GATHER_PAIRS
+    assert step_memory.GATHER_PAIRS == GATHER_PAIRS
 
 
 def test_room_is_asked_for_weights_and_cache():
@@ -222,3 +222,72 @@ def test_room_is_asked_for_weights_and_cache():
     with pytest.raises(DoesNotFitError, match=r"\(1 bytes\) short"):
         require_room(tiny, need - 1, run)
     assert require_room(tiny, need - 1) < need
+
+
+# ---- the drafter, and both forms of commit ----
+
+
+def test_the_released_drafter_at_tp16(k3):
+    from jax_impl.draft_memory import RELEASED, draft_config, draft_weight_bytes, with_draft
+    from jax_impl.draft_weights import abstract_draft_weights
+    from parity.test_draft_config import RELEASED as published
+
+    assert RELEASED.items() <= published.items()
+    draft = draft_config("released")
+    assert draft_weight_bytes(draft, 1) == 4_775_815_682
+    for ranks in (1, 2, 16):
+        arrays = jax.tree.leaves(abstract_draft_weights(draft, ranks))
+        assert draft_weight_bytes(draft, ranks) == sum(a.size * a.dtype.itemsize for a in arrays)
+    found = estimate(k3, with_draft(k3, case15(context=1024, batch=1), "released"))
+    assert found.draft_cache == 1024 * 2880
+    bf16 = with_draft(k3, case15(kv_dtype="bfloat16"), "released")
+    assert bf16.draft_token_bytes == 5760
+    assert with_draft(k3, case15(), None) == case15()
+    with pytest.raises(ConfigError, match="num_attention_heads 64"):
+        draft_weight_bytes(draft, 3)
+
+
+def test_a_drafter_of_another_target_is_refused(k3):
+    from jax_impl.draft_memory import with_draft
+
+    with pytest.raises(ConfigError, match="hidden_size: draft 128, target 7168"):
+        with_draft(k3, case15(), str(GOLDEN / "dspark_tiny16"))
+
+
+def test_what_both_forms_of_commit_keep_and_move(k3):
+    """69 layers, 6 heads of 96, state 128 x 128 in f32, eight rows."""
+    from jax_impl.draft_memory import commit_forms
+
+    found = commit_forms(k3, MemorySettings(ranks=16, tokens=8))
+    state, raw = 69 * 6 * 128 * 128 * 4, 69 * 8 * 3 * 6 * 128 * 2
+    records = 69 * 8 * 6 * 3 * 128 * 4
+    assert state == 27_131_904 and records == 5_087_232
+    assert found["replay"] == {"memory": records + raw, "traffic": 3 * state + 2 * records}
+    assert found["snapshots"] == {"memory": 8 * state + raw, "traffic": 11 * state}
+    batch = commit_forms(k3, MemorySettings(ranks=16, tokens=8, batch=8))
+    assert batch["snapshots"]["memory"] == 8 * found["snapshots"]["memory"]
+    none = estimate(k3, MemorySettings(ranks=16))
+    assert none.commit_buffers == 0
+    kept = estimate(k3, MemorySettings(ranks=16, tokens=8, commit="snapshots"))
+    assert kept.commit_buffers == found["snapshots"]["memory"]
+    with pytest.raises(ConfigError, match="commit: found 'ring', expected one of"):
+        MemorySettings(commit="ring")
+
+
+@pytest.mark.parametrize("commit", ["replay", "snapshots"])
+def test_commit_buffers_are_what_a_verification_returns(models, commit):
+    """Shapes of the pending commits of a traced forward pass."""
+    from jax_impl.backend import AUTO
+    from jax_impl.model import forward
+    from jax_impl.static import Static
+    from parity.speculation import B, K, inputs_of
+
+    run = dataclasses.replace(models.run, commit=commit)
+    inputs = inputs_of([[0] * (K + 1)] * B, [K + 1] * B, [0] * B)
+    made = jax.eval_shape(
+        lambda w, c, i: forward(Static(models.config, run), AUTO, w, c, i, commit=False).pending,
+        models.weights, models.cache(), inputs,
+    )  # fmt: skip
+    kept = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(made))
+    settings = MemorySettings(batch=B, tokens=K + 1, commit=commit, compute=run.compute)
+    assert estimate(models.config, settings).commit_buffers == kept

@@ -21,9 +21,10 @@ from parity.accept_suite import (  # noqa: E402
 )
 from parity.chi_square import METHODS, check_sampled_runs, chi_square  # noqa: E402
 from parity.dspark_pair import against_plain, check_dspark_pair  # noqa: E402
+from parity.engine_truth import Noise, Text, Truth, measure  # noqa: E402
 from parity.folders import open_folder  # noqa: E402
 from parity.golden_dspark import TargetError, check_dspark, find_target  # noqa: E402
-from parity.golden_vllm import Own, Text, Truth, _explained, check_vllm  # noqa: E402
+from parity.golden_vllm import _best_tokens, _explained, _tokens, check_vllm  # noqa: E402
 from parity.report import good, problems  # noqa: E402
 from parity.verdict import Where  # noqa: E402
 
@@ -280,26 +281,85 @@ def test_a_pair_that_does_not_show_every_count_is_not_passed():
 # ---- the recorded engine ----
 
 
-def judged(logits, ids, gaps, *, flipped=False):
-    """One row that chose ids[0] after a prompt of one token."""
+NOISE = Noise(0.25, np.array([1e-3, 4e-3]))  # deficits up to 1.06, gaps up to 2e-3 and 8e-3
+CLEAR, TIE = [0.3, 9e-3], [0.3, 7e-3]
+
+
+def truth_of(logits, gaps=CLEAR, **changes):
+    """Exact arithmetic that agrees with bf16, with experts in layers 1 and 4."""
+    logits, chosen = np.array(logits, float), np.array([[[2, 3], [0, 6]]] * len(logits))
+    gaps = np.array([gaps] * len(logits))
+    truth = Truth(logits, gaps, chosen, [1, 4], logits.copy(), gaps.copy(), chosen.copy(), [])
+    return truth._replace(**changes)
+
+
+def judged(logits, ids, gaps, **changes):
+    """Rows that chose `ids` after a prompt of one token."""
     text = Text("case0", "greedy", np.array([5]), np.array(ids))
-    chosen, logits = np.array([[[2, 3], [0, 6]]]), np.array(logits, float)
-    truth = Truth(logits, np.array(gaps), chosen, [1, 4], None)
-    own = Own(logits, chosen + np.array([[[0, 0], [0, 1]]]) * flipped)
-    differ = np.flatnonzero(text.judged(logits).argmax(-1) != text.ids)
-    return _explained(Where("vllm", "made up", "-"), text, own, differ, truth)
+    logits = np.array(logits, float)
+    differ = np.flatnonzero(logits.argmax(-1) != text.ids)
+    truth = truth_of(logits, gaps, **changes)
+    return _explained(Where("vllm", "made up", "-"), text, logits, differ, truth, NOISE)
 
 
 def test_every_differing_row_needs_a_reason():
-    far, near, clear, tie = [0.0, 5.0, 2.0], [0.0, 5.0, 4.5], [0.3, 0.2], [0.3, 1e-3]
-    assert judged([near], [2], [clear]).passed  # small deficit
-    explained = judged([far], [2], [tie])
-    assert explained.passed and "router gap 1.0e-03 in layer 4" in explained.note
-    explained = judged([far], [2], [clear], flipped=True)
-    assert explained.passed and "other experts in layers [4]" in explained.note
-    wrong = judged([far], [2], [clear])
-    assert not wrong.passed and wrong.value == 3.0 and "row 0: 3" in wrong.note
-    assert "UNEXPLAINED" in wrong.note
+    far, near = [0.0, 5.0, 2.0], [0.0, 5.0, 4.0]
+    assert judged([near], [2], CLEAR).passed  # small deficit
+    explained = judged([far], [2], TIE)
+    assert explained.passed
+    assert "row 0: 3, near-tie in layer 4 (gap 7.0e-03, 1.75 of its noise)" in explained.note
+    other = judged([far], [2], TIE, other_choice=lambda row, place: np.array([0.0, 3.0, 2.5]))
+    assert "decided otherwise: 0.5)" in other.note
+    for wrong in (judged([far], [2], CLEAR), judged([near, far], [2, 2], CLEAR)):
+        assert not wrong.passed and wrong.value == 3.0 / NOISE.logit
+        assert "3 (UNEXPLAINED)" in wrong.note and wrong.note.count("UNEXPLAINED") == 1
+
+
+def test_only_exact_arithmetic_is_held_to_nine_of_ten():
+    logits = np.tile([0.0, 5.0, 4.9], (10, 1))
+    text = Text("case0", "greedy", np.array([5]), np.array([1] * 8 + [2, 2]))
+    where = Where("vllm", "made up", "-")
+    share, reasons = _tokens(where, text, logits, truth_of(logits), NOISE)
+    assert not share.passed and share.value == 0.2 and share.note == "8 of 10 equal"
+    assert reasons.passed
+    (reasons,) = _tokens(where.at(dtype="bfloat16"), text, logits, truth_of(logits), NOISE)
+    assert reasons.passed and reasons.note.startswith("8 of 10 equal")
+    nine = text._replace(ids=np.array([1] * 9 + [2]))
+    assert next(iter(_tokens(where, nine, logits, truth_of(logits), NOISE))).passed
+
+
+def test_noise_is_that_of_rows_with_equal_experts():
+    truth = truth_of(np.zeros((3, 4)))
+    moved = truth.bf16 + np.array([[1.0, -1.0, 1.0, -1.0], [3.0] * 4, [90.0, 0.0, 0.0, 0.0]])
+    chosen = truth.chosen.copy()
+    chosen[2, 1] = [0, 7]  # another expert in layer 4: neither its logits nor its gap count
+    gaps = truth.gaps + np.array([[1e-3, 2e-3], [1e-3, 2e-3], [1e-3, 5.0]])
+    found = measure([truth._replace(bf16=moved, bf16_gaps=gaps, bf16_chosen=chosen)])
+    assert np.isclose(found.logit, 0.5**0.5)  # the shift of the second row moves no margin
+    assert np.allclose(found.gaps, [1e-3, 2e-3])
+
+
+def test_equal_best_tokens_are_held_against_the_median_draw():
+    rows = np.eye(4)[[0, 1, 2, 3] * 25]  # 100 rows
+    text = Text("case0", "greedy", np.array([5]), np.zeros(100, int))
+
+    def wrong(count):
+        changed = rows.copy()
+        changed[:count] = np.roll(changed[:count], 1, axis=1)
+        return changed
+
+    tensors = {"case0.vllm_logprobs": rows, "case0.reference_f32_logprobs": rows}
+    truth = truth_of(rows, draws=[wrong(2), wrong(5), wrong(9)])
+    for count, fine in ((8, True), (9, False)):
+        (found,) = _best_tokens(
+            Where("vllm", "made up", "-"),
+            [text],
+            [wrong(count)],
+            tensors,
+            {("case0", "greedy"): truth},
+        )
+        assert found.passed is fine and f"{100 - count} of 100 equal" in found.note
+        assert "98, 95, 91" in found.note
 
 
 @pytest.mark.parametrize("checkpoint", [None, {"preset": "vast", "seed": 1}, {"preset": "tiny"}])

@@ -277,7 +277,7 @@ class Draft:
         seen = context if c.sliding_window is None else context[-c.sliding_window :]
         rows = torch.cat([seen, self._kv_rows(layer, h, positions)])
         hidden = torch.zeros(h.shape[0], rows.shape[0], dtype=torch.bool)
-        if c.is_causal:
+        if not c.non_causal:
             hidden[:, seen.shape[0] :] = torch.ones(h.shape[0], h.shape[0]).triu(1).bool()
         o = block_attention(q, rows, kv_b, nope, hidden, self._scale, nm)
         return self._linear(o.flatten(-2), f"{at}.o_proj")

@@ -110,9 +110,9 @@ class Model:
                 lists get new tensors, the old tensors stay as they were).
             record: optional dict, filled with the streams of these T tokens:
                 `layerNN.attn_norm_in`, `.attn_out`, `.mlp_norm_in`, `.mlp_out`, `.prefix_sum_out`
-                [T, D]; on MoE layers `.router_idx`, `.router_weight` [T, X], `.router_gap` [T]; on
-                MLA layers `.mla_latent` [T, R], `.mla_k_pe` [T, rope]; `final_norm_in`,
-                `final_norm_out` [T, D].
+                [T, D]; on MoE layers `.router_idx`, `.router_weight` [T, X], `.router_gap` [T],
+                `.router_edge` [T, 2]; on MLA layers `.mla_latent` [T, R], `.mla_k_pe` [T, rope];
+                `final_norm_in`, `final_norm_out` [T, D].
             forced: optional expert ids [T, X] by 0-based layer that replace the choice of the
                 router.
 
@@ -310,6 +310,7 @@ class Model:
             "router_idx": routing.idx,
             "router_weight": routing.weight,
             "router_gap": routing.gap,
+            "router_edge": routing.edge,
         }
         shared = self._mlp(y, w, "block_sparse_moe.shared_experts")
         routed, _ = ops.latent_moe(

@@ -143,12 +143,15 @@ class Routing(NamedTuple):
         gap: [T] wide, the X-th minus the next best biased score (inf if nothing is left to choose):
             how near the choice is to a tie. It describes the scores even when the choice was
             forced.
+        edge: [T, 2] int64, the X-th expert by biased score and the next best, whatever was forced;
+            [T, 1] if nothing is left to choose.
         scores: [T, E] wide, the unbiased sigmoid scores.
     """
 
     idx: Tensor
     weight: Tensor
     gap: Tensor
+    edge: Tensor
     scores: Tensor
 
 
@@ -198,7 +201,8 @@ def router(
     idx = idx.sort(dim=-1).values
     chosen = scores.gather(1, idx)
     weights = chosen / (chosen.sum(-1, keepdim=True) + ROUTER_EPS) * scaling
-    return Routing(idx, weights, ranked.values[:, top_k - 1] - following, scores)
+    gap, edge = ranked.values[:, top_k - 1] - following, ranked.indices[:, top_k - 1 : top_k + 1]
+    return Routing(idx, weights, gap, edge, scores)
 
 
 def routed_sum(

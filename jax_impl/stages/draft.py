@@ -111,7 +111,10 @@ def draft_layer(
     # a drafter is known from serving code only, which absorbs: both profiles do
     o = mla_ops.absorbed_attention(nx, q, kv, w_uk, w_uv, visible, scale=scale)
     o = o.reshape(batch * tokens, -1)
-    x = nx.round(f32(x) + f32(nx.round(all_reduce(nx.project(o, w.o_proj), static.ranks))))
+    attended = nx.project(o, w.o_proj)
+    if q.shape[2] < c.num_attention_heads:  # else every rank has them all, see `draft_table`
+        attended = all_reduce(attended, static.ranks)
+    x = nx.round(f32(x) + f32(nx.round(attended)))
     y = rmsnorm(nx, x, w.post_attention_layernorm, eps)
     mlp = all_reduce(swiglu_mlp(nx, y, w.gate_up_proj, w.down_proj), static.ranks)
     return nx.round(f32(x) + f32(nx.round(mlp))), draft_kv

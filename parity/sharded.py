@@ -1,0 +1,282 @@
+"""The step on several ranks: against recorded numbers, `torch_ref`, and one rank.
+
+Every setting is checked in three ways. Logits: sequences of unequal length, in shuffled slots and
+scattered pages, some of them absent from some steps, each row against the recorded float64 logits
+(`model_tiny16`) or those of `torch_ref` (a `tp16` checkpoint made on the spot). Tokens: the
+speculative loop gives the tokens and accepted counts of one rank. Replicas: what is equal on all
+ranks by construction is so bit for bit.
+
+A setting with `verify` feeds 1 + K tokens per sequence and step and runs the speculative loop;
+without it one token per step. The ranks are devices of one process or of several.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from parity.folders import Folder, open_folder
+from parity.tolerances import tolerance
+from parity.verdict import Verdict, Where, compare, judge, not_run
+
+RANKS = 16
+K = 7
+PAGE = 16  # rows of a page on one rank without context parallelism
+PRESET, SEED = "tp16", 3
+ROWS = 24  # tokens of a sequence whose logits are compared
+STEPS = 6  # speculative steps
+LONGEST = 96
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One way to spread a step."""
+
+    tp: int
+    dcp: bool
+    batch: int
+    verify: bool
+    experts: str = "tp"
+    interleave: int = 1
+
+    @property
+    def name(self) -> str:
+        """For reports."""
+        spread = f" dcp x{self.interleave}" if self.dcp else ""
+        experts = " ep" if self.experts == "ep" else ""
+        kind = f"verify 1+{K}" if self.verify else "plain"
+        return f"TP{self.tp}{experts}{spread} batch {self.batch} {kind}"
+
+    def run_settings(self, **more: Any) -> Any:
+        """`RunConfig` for float32 in profile V."""
+        from jax_impl.config import RunConfig
+
+        dcp = self.tp if self.dcp else 1
+        size = max(1, PAGE // dcp)
+        pages = -(-LONGEST // (size * dcp)) * self.batch + 3
+        return RunConfig(
+            compute="float32", profile="V", slots=self.batch + 2, pages=pages, page_size=size,
+            experts=self.experts, dcp=dcp, dcp_interleave=self.interleave, **more,
+        )  # type: ignore[arg-type]  # fmt: skip
+
+
+# context parallelism takes both interleaves and experts both cuts, over the matrix as a whole
+MATRIX = tuple(
+    Setting(tp, dcp, batch, verify, "ep" if tp == 8 and batch == 8 else "tp", 1 if tp == 16 else 4)
+    for tp, dcp, batch, verify in itertools.product((8, 16), (False, True), (1, 8), (False, True))
+)
+# What the subjects are checked under. The recorded drafter is hardly ever right, so tokens are
+# compared on the made pair, whose drafts are accepted in every number; the recorded one once.
+FULL: dict[str, tuple[Setting, ...]] = {
+    "model_tiny16": MATRIX,
+    PRESET: (
+        *(s for s in MATRIX if s.verify),
+        Setting(16, True, 8, False, "ep"),
+        Setting(8, False, 1, False, "ep"),
+    ),
+}
+RECORDED_TOKENS = Setting(16, True, 8, True)
+
+
+def emulate_devices(ranks: int = RANKS) -> None:
+    """On a CPU give this process so many devices; no effect on other platforms.
+
+    Raises:
+        RuntimeError: JAX runs already with fewer devices.
+    """
+    flag = "--xla_force_host_platform_device_count"
+    if flag not in os.environ.get("XLA_FLAGS", ""):
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flag}={ranks}".strip()
+    import jax
+
+    if jax.default_backend() == "cpu" and len(jax.devices()) < ranks:
+        raise RuntimeError(
+            f"{len(jax.devices())} device(s), expected {ranks}: JAX was started before the devices "
+            f"were emulated; set XLA_FLAGS={flag}={ranks} before Python starts"
+        )
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A target with its drafter, and the logits that a sequence must give.
+
+    Attributes:
+        ids: i64 [ROWS].
+        logits: f64 [ROWS, vocabulary].
+        limit: name of the tolerance for float32.
+        eps: epsilon of the latent norms; None takes the profile's.
+    """
+
+    name: str
+    target: Path
+    draft: Path
+    ids: np.ndarray
+    logits: np.ndarray
+    against: str
+    limit: str
+    eps: float | None
+
+
+def check_sharded(settings: dict[str, tuple[Setting, ...]] = FULL) -> Iterator[Verdict]:
+    """All comparisons; `settings` by subject, see `FULL`."""
+    from jax_impl.sharding import place_ranks
+
+    with tempfile.TemporaryDirectory(prefix="parity-") as scratch:
+        for name, chosen in settings.items():
+            subject = made(Path(scratch)) if name == PRESET else recorded(name)
+            for setting in chosen:
+                where = Where("sharded", subject.name, setting.name, profile="V")
+                try:
+                    run = setting.run_settings(mla_norm_eps=subject.eps)
+                    placement = place_ranks(setting.tp, run)
+                except ValueError as error:
+                    yield not_run(where, "all", str(error))
+                    continue
+                yield from check_logits(where, subject, setting, run, placement)
+                if setting.verify and (name == PRESET or setting == RECORDED_TOKENS):
+                    yield from check_tokens(where, subject, setting, run, placement)
+
+
+def only(tp: int) -> dict[str, tuple[Setting, ...]]:
+    """`FULL` with one number of ranks; settings of TP16 cut to `tp` where it has none."""
+    found = {name: tuple(s for s in each if s.tp == tp) for name, each in FULL.items()}
+    if any(found.values()):
+        return found
+    return {
+        name: tuple(dataclasses.replace(s, tp=tp) for s in each if s.tp == RANKS)
+        for name, each in FULL.items()
+    }
+
+
+def recorded(name: str) -> Subject:
+    """A recorded target with the recorded drafter."""
+    from parity.golden_model import EPS
+
+    folder: Folder = open_folder(GOLDEN / name)
+    ids = np.asarray(folder.tensors["seq_ids"])[:ROWS]
+    logits = np.asarray(folder.tensors["logits_f64"], np.float64)[:ROWS]
+    draft = GOLDEN / "dspark_tiny16"
+    return Subject(
+        folder.name, folder.path, draft, ids, logits, "recorded float64", "logits", EPS
+    )  # fmt: skip
+
+
+def made(scratch: Path) -> Subject:
+    """A `tp16` pair made on the spot, with the logits of `torch_ref`."""
+    import torch
+
+    from jax_impl.make_tiny import make_checkpoint
+    from parity.pair import reference
+    from parity.torch_threads import one_thread
+    from torch_ref.model import Model
+    from torch_ref.numerics import Numerics
+
+    make_checkpoint(scratch / PRESET, PRESET, SEED)
+    target = scratch / PRESET / "target"
+    with one_thread():
+        model = Model.load(target, Numerics(torch.float32, "V"))
+        ids = np.random.default_rng(SEED).integers(3, model.config.vocab_size, ROWS)
+        logits, _ = reference(model, ids)
+    draft = scratch / PRESET / "draft"
+    return Subject(PRESET, target, draft, ids, logits, "torch_ref float32", "pair_logits", None)
+
+
+@lru_cache(maxsize=2)
+def _loaded(target: Path, placement: Any) -> Any:
+    """(configuration, weights); the next setting of the same placement uses them again."""
+    from jax_impl.checkpoint import Checkpoint
+    from jax_impl.loader import load_weights
+
+    checkpoint = Checkpoint.open(target)
+    return checkpoint.config, load_weights(checkpoint, placement=placement)
+
+
+def check_logits(
+    where: Where, subject: Subject, setting: Setting, run: Any, placement: Any
+) -> Iterator[Verdict]:
+    """Each row of the batch ends a token before the last; every one is judged."""
+    from parity.driver import Driver, Session
+
+    config, weights = _loaded(subject.target, placement)
+    driver = Driver(config, weights, run, LONGEST, placement)
+    session = Session(driver, seed=5)
+    slots = np.random.default_rng(1).permutation(run.slots)[: setting.batch]
+    sequences = [session.sequence(int(s)) for s in slots]
+    ids = [subject.ids[: len(subject.ids) - 2 * i] for i in range(setting.batch)]
+    width = 1 + K if setting.verify else 1
+    turn = 0
+    while any(q.position < len(i) for q, i in zip(sequences, ids, strict=True)):
+        rows: list[Any] = [
+            # now and then a sequence sits a step out, or brings fewer tokens than the others
+            None if (turn + row) % 5 == 4 or q.position >= len(i)
+            else (q, i[q.position : q.position + max(1, width - (turn + row) % 3)])
+            for row, (q, i) in enumerate(zip(sequences, ids, strict=True))
+        ]  # fmt: skip
+        session.step(rows, width)
+        turn += 1
+    at = where.at(against=subject.against)
+    got = np.concatenate([q.rows() for q in sequences])
+    want = np.concatenate([subject.logits[: len(i)] for i in ids])
+    yield compare(at, "logits", got, want, subject.limit, logits=True)
+    here = where.at(against="itself")
+    note = "; ".join(sorted(set(session.unequal))[:5])
+    equal = {"exact": not session.unequal}
+    yield judge(here, "replicas bit-equal", equal, tolerance("equal"), note)
+
+
+def check_tokens(
+    where: Where, subject: Subject, setting: Setting, run: Any, placement: Any
+) -> Iterator[Verdict]:
+    """Tokens and accepted counts of the speculative loop are those of one rank; runs repeat."""
+    from jax_impl.sharding import ONE_DEVICE
+
+    one = dataclasses.replace(setting, tp=1, dcp=False, experts="tp").run_settings(
+        mla_norm_eps=subject.eps
+    )
+    pair, ids = (subject.target, subject.draft), tuple(subject.ids.tolist())
+    want, _ = _speculated(pair, ids, setting.batch, one, ONE_DEVICE)
+    got, first = _speculated(pair, ids, setting.batch, run, placement)
+    at = where.at(against="jax, one rank")
+    note = f"accepted per step {sorted({c for _, counts in got for c in counts})}"
+    for quantity, index in (("emitted ids", 0), ("tokens per step", 1)):
+        ours, theirs = ([x for each in side for x in each[index]] for side in (got, want))
+        yield compare(at, quantity, ours, theirs, "equal", note=note)
+    _, second = _speculated.__wrapped__(pair, ids, setting.batch, run, placement)
+    same = {"exact": all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))}
+    at = where.at(against="a second run")
+    yield judge(at, "state and latent rows bit-equal", same, tolerance("equal"))
+
+
+@lru_cache(maxsize=4)
+def _speculated(
+    pair: tuple[Path, Path], ids: tuple[int, ...], batch: int, run: Any, placement: Any
+) -> tuple[list[tuple[list[int], list[int]]], list[np.ndarray]]:
+    """Per sequence (ids, tokens per step), and the final caches."""
+    from jax_impl.draft_weights import open_draft
+    from jax_impl.loader import load_draft
+    from jax_impl.speculative_engine import SpeculativeEngine
+    from parity.driver import host
+
+    config, weights = _loaded(pair[0], placement)
+    draft = open_draft(pair[1])
+    engine = SpeculativeEngine(
+        config, run, weights, draft.config, load_draft(draft, placement=placement), drafts=K,
+        chunk=1 + K, placement=placement,
+    )  # fmt: skip
+    handles = [engine.add(ids[: 6 + i]) for i in range(batch)]
+    for handle in handles:
+        engine.prefill(handle)
+    for _ in range(STEPS):
+        engine.decode(handles)
+    found = [(engine.sequences[h].ids, engine.sequences[h].emitted) for h in handles]
+    return found, [host(a) for a in (engine.cache.kda_state, engine.cache.kv_latent)]
