@@ -64,6 +64,7 @@ class MemoryOptions:
         kv_dtype: dtype of the MLA latent cache, and of the drafter's.
         router: router and latent projections cut over the ranks, or copied to each (vLLM).
         experts: width cut (tp), whole experts per rank (ep), or vLLM's padded cut.
+        dcp: ranks that share the latent cache between them: 1 (each holds all) or as many as tp.
         device_gb: memory of one device in 1e9 bytes; with it, what does not fit is refused.
     """
 
@@ -76,6 +77,7 @@ class MemoryOptions:
     kv_dtype: Literal["bfloat16", "float32", "float8_e4m3fn"] = "bfloat16"
     router: Literal["cut", "copied"] = "cut"
     experts: Literal["tp", "ep", "padded"] = "tp"
+    dcp: int = 1
     device_gb: float | None = None
 
 
@@ -107,6 +109,7 @@ def memory(
         router=options.router,
         experts=options.experts,
         commit=options.commit,
+        dcp=options.dcp,
     )
     result: dict[str, Any] = {}
     if options.draft is not None or options.drafts:

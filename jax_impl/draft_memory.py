@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import prod
 
 from jax_impl.config import ConfigError, ModelConfig
 from jax_impl.draft_config import DraftConfig
 from jax_impl.memory import MemorySettings
 from jax_impl.step_memory import ITEM, commit_buffer_bytes, commit_traffic_bytes
-from jax_impl.weights import BYTES
+from jax_impl.weights import BYTES, indivisible
 
 FORMS = ("replay", "snapshots")
 # fmt: off
@@ -49,22 +50,13 @@ def draft_weight_bytes(config: DraftConfig, ranks: int) -> int:
     """
     from jax_impl.draft_weights import draft_table  # imports JAX
 
-    total, problems = 0, []
-    if config.num_attention_heads % ranks:
-        problems.append(f"num_attention_heads {config.num_attention_heads}")
-    for array in draft_table(config):
-        try:
-            size = 1
-            for length in array.shape(config, ranks):
-                size *= length
-            total += size * BYTES[array.dtype]
-        except ValueError as error:
-            problems.append(str(error))
+    table = draft_table(config, ranks)
+    problems = indivisible(config, table, ranks)
     if problems:
         raise ConfigError(
             f"{ranks} ranks do not divide this drafter:" + "".join(f"\n  - {p}" for p in problems)
         )
-    return total
+    return sum(prod(array.shape(config, ranks)) * BYTES[array.dtype] for array in table)
 
 
 def draft_token_bytes(config: DraftConfig, kv_dtype: str) -> int:

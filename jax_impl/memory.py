@@ -65,7 +65,8 @@ class MemorySettings:
             cuts the width and pads each rank's part to at least 256 columns (vLLM's).
         attention: `gathered` copies one layer's latent rows together before attention (the standard
             path), `paged` reads them in place.
-        page_size: tokens per cache page; contexts are rounded up to whole pages.
+        dcp: ranks that share the rows of the latent cache between them: 1 or all.
+        page_size: rows of a cache page on one rank; contexts are rounded up to whole pages.
         commit: what a verification keeps of its rows until they are judged: `replay` the records
             of the updates, `snapshots` the state after each row.
         draft_weights: bytes of draft model weights on this rank.
@@ -84,6 +85,7 @@ class MemorySettings:
     router: Literal["cut", "copied"] = "cut"
     experts: Literal["tp", "ep", "padded"] = "tp"
     attention: Literal["gathered", "paged"] = "gathered"
+    dcp: int = 1
     page_size: int = 16
     commit: Literal["replay", "snapshots"] = "replay"
     draft_weights: int = 0
@@ -106,13 +108,20 @@ class MemorySettings:
                 problems.append(f"{field.name}: found {value!r}, expected one of {choices}")
             elif not choices and (type(value) is not int or value < least):
                 problems.append(f"{field.name}: found {value!r}, expected an integer >= {least}")
+        if not problems and self.dcp not in (1, self.ranks):
+            problems.append(f"dcp: found {self.dcp}, expected 1 or the ranks, {self.ranks}")
         if problems:
             raise ConfigError("memory settings:" + "".join(f"\n  - {p}" for p in problems))
 
     @property
     def stored_context(self) -> int:
         """Tokens per sequence that the cache has room for: the context in whole pages."""
-        return -(-self.context // self.page_size) * self.page_size
+        return self.held_rows * self.dcp
+
+    @property
+    def held_rows(self) -> int:
+        """Rows per sequence of the latent cache on one rank."""
+        return -(-self.context // (self.page_size * self.dcp)) * self.page_size
 
 
 _CHOICES: dict[str, tuple[str, ...]] = {
@@ -158,6 +167,7 @@ class MemoryEstimate:
         batch, copies = f"{s.batch} sequence(s)", f" x {s.state_copies} kept states"
         held = batch + (copies if s.state_copies > 1 else "")
         tokens = f"{batch} x {s.stored_context:,} tokens"
+        spread = "whole on every rank" if s.dcp == 1 else f"spread over {s.dcp} ranks"
         layout = {
             "tp": f"every expert's width cut over {s.ranks} rank(s)",
             "ep": f"whole experts, 1/{s.ranks} of them",
@@ -175,7 +185,7 @@ class MemoryEstimate:
             ("other weights", self.other_weights, f"router and latent projections {router}"),
             ("recurrent state", self.kda_state, held),
             ("convolution windows", self.conv_windows, held),
-            ("latent cache", self.latent_cache, f"{tokens} ({s.kv_dtype}), whole on every rank"),
+            ("latent cache", self.latent_cache, f"{tokens} ({s.kv_dtype}), {spread}"),
             ("attention buffers", self.attention_buffers, read),
             ("commit buffers", self.commit_buffers, kept),
             (
@@ -269,7 +279,7 @@ def estimate(config: ModelConfig, settings: MemorySettings = MemorySettings()) -
         other_weights=others,
         kda_state=s.batch * s.state_copies * state,
         conv_windows=s.batch * s.state_copies * window,
-        latent_cache=cached * latent_token_bytes(config, s.kv_dtype),
+        latent_cache=s.batch * s.held_rows * latent_token_bytes(config, s.kv_dtype),
         attention_buffers=attention_buffer_bytes(config, s),
         commit_buffers=commit_buffer_bytes(config, s),
         draft_weights=s.draft_weights,

@@ -26,16 +26,17 @@ def state_bytes(config: ModelConfig, ranks: int, compute: str = "bfloat16") -> t
 def attention_buffer_bytes(config: ModelConfig, settings: MemorySettings) -> int:
     """What one MLA layer of the standard path gathers during a step, in bytes.
 
-    Per token of context: its latent row in the compute dtype, the latent part once more in f32, and
-    per local head and new token a score and a share in f32. (Profile V; the keys and values that
+    Per row of context on the rank: its latent row in the compute dtype, the latent part once more in f32, and
+    per head and new token a score and a share in f32; heads are this rank's, or with context
+    parallelism all. (Profile V; the keys and values that
     profile H expands for comparisons with the published code are not counted.)
     """
     if settings.attention == "paged":
         return 0
-    heads = -(-config.num_attention_heads // settings.ranks)
+    heads = -(-config.num_attention_heads // (settings.ranks if settings.dcp == 1 else 1))
     row = config.kv_row * ITEM[settings.compute] + config.kv_lora_rank * BYTES[F32]
     scores = 2 * settings.tokens * heads * BYTES[F32]
-    return settings.batch * settings.stored_context * (row + scores)
+    return settings.batch * settings.held_rows * (row + scores)
 
 
 def temporary_bytes(config: ModelConfig, settings: MemorySettings) -> int:

@@ -291,3 +291,16 @@ def test_commit_buffers_are_what_a_verification_returns(models, commit):
     kept = sum(a.size * a.dtype.itemsize for a in jax.tree.leaves(made))
     settings = MemorySettings(batch=B, tokens=K + 1, commit=commit, compute=run.compute)
     assert estimate(models.config, settings).commit_buffers == kept
+
+
+def test_context_parallelism_divides_the_latent_cache(k3):
+    whole, spread = (
+        memory.estimate(k3, memory.MemorySettings(ranks=16, context=131072, dcp=dcp))
+        for dcp in (1, 16)
+    )
+    assert whole.latent_cache == 16 * spread.latent_cache
+    assert whole.weights == spread.weights and whole.kda_state == spread.kda_state
+    # 24 layers x 576 bf16 numbers x 131,072 tokens / 16
+    assert spread.latent_cache == 24 * 576 * 2 * 131072 // 16
+    with pytest.raises(ConfigError, match="dcp: found 4, expected 1 or the ranks, 16"):
+        memory.MemorySettings(ranks=16, dcp=4)
