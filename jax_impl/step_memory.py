@@ -26,8 +26,8 @@ def state_bytes(config: ModelConfig, ranks: int, compute: str = "bfloat16") -> t
 def attention_buffer_bytes(config: ModelConfig, settings: MemorySettings) -> int:
     """What one MLA layer of the standard path gathers during a step, in bytes.
 
-    Per row of context on the rank: its latent row in the compute dtype, the latent part once more in
-    f32, and per head and new token a score and a share in f32; heads are this rank's, or with
+    Per row of context on the rank: its latent row in the compute dtype, the latent part once more
+    in f32, and per head and new token a score and a share in f32; heads are this rank's, or with
     context parallelism all. (Profile V; the keys and values that profile H expands for comparisons
     with the published code are not counted.)
     """
