@@ -161,6 +161,7 @@ class GenerateOptions:
         experts: cut the width of every routed expert (tp), or give whole experts to ranks (ep).
         dcp: ranks that share the latent cache between them: 1 (each holds all) or as many as tp.
         dcp_interleave: consecutive tokens on one rank of the shared cache.
+        check_replicas: compare what must be equal on all ranks after every step (slow).
         draft: DSpark draft checkpoint; with it, decoding is speculative.
         drafts: drafted tokens per step (a verify step has one row more).
         accept: rule that judges drafts; synthetic forces the number accepted and reports no text.
@@ -183,6 +184,7 @@ class GenerateOptions:
     experts: Literal["tp", "ep"] = "tp"
     dcp: int = 1
     dcp_interleave: int = 1
+    check_replicas: bool = False
     draft: Path | None = None
     drafts: int = 7
     accept: Literal["standard", "block", "synthetic"] = "standard"

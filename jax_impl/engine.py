@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
+from typing import Any
 
 import jax
 import numpy as np
@@ -12,7 +13,13 @@ from jax_impl.backend import AUTO, Backend
 from jax_impl.cache import PAD, Cache, StepInputs, StepOutputs
 from jax_impl.config import ModelConfig, RunConfig
 from jax_impl.params import Weights
-from jax_impl.sharding import ONE_DEVICE, Placement, make_spread_cache, require_ranks
+from jax_impl.sharding import (
+    ONE_DEVICE,
+    Placement,
+    make_spread_cache,
+    require_ranks,
+    unequal_replicas,
+)
 from jax_impl.static import Static
 from jax_impl.step import build_step
 
@@ -86,6 +93,7 @@ class Engine:
         chunk: int = 64,
         context: int | None = None,
         placement: Placement = ONE_DEVICE,
+        check_replicas: bool = False,
     ) -> None:
         """Allocate the cache.
 
@@ -98,6 +106,8 @@ class Engine:
             context: most tokens that one sequence may hold; None: what all pages hold. The
                 standard attention reads that many rows in each step, whatever a sequence's length.
             placement: the ranks; `weights` are laid out on them.
+            check_replicas: after every step compare, bit by bit, what should be equal on all ranks
+                (slow, for finding errors).
 
         Raises:
             EngineError: `chunk` or `context` out of range.
@@ -113,6 +123,7 @@ class Engine:
                 f"{config.max_position_embeddings}) and a chunk of at least 1"
             )
         self.static, self.placement = Static(config, run, placement.ranks), placement
+        self.check_replicas = check_replicas
         self.weights, self.backend, self.chunk = weights, backend, chunk
         self.cache: Cache = make_spread_cache(config, run, placement)
         self.sequences: dict[int, Sequence] = {}
@@ -245,7 +256,7 @@ class Engine:
         for seq, count in zip(seqs, counts, strict=True):
             self._reserve(seq, seq.processed + count)
         outputs = self._advance(self._inputs(seqs, counts, batch, tokens))
-        self._done("decode" if tokens == 1 else "prefill", batch, tokens)
+        self._done("decode" if tokens == 1 else "prefill", batch, tokens, outputs)
         self._processed(seqs, counts, outputs.finite)
         return outputs
 
@@ -261,9 +272,15 @@ class Engine:
         width = -(-self.context // self.static.run.page_tokens)
         return _step_inputs(seqs, counts, batch, tokens, width, self.static.config.pad_token_id)
 
-    def _done(self, kind: str, batch: int, tokens: int) -> None:
+    def _done(self, kind: str, batch: int, tokens: int, outputs: Any) -> None:
         key = (kind, batch, tokens)
         self.steps[key] = self.steps.get(key, 0) + 1
+        if self.check_replicas and (apart := unequal_replicas((self.cache, outputs))):
+            raise EngineError(
+                f"{kind} step {self.steps[key]}: not equal on all ranks, as they must be: "
+                f"{', '.join(apart[:5])}. A device or an exchange computes wrongly; run "
+                "`python -m parity run --suite sharded` on these devices"
+            )
 
     def _processed(self, seqs: list[Sequence], counts: Ids[int], finite: jax.Array) -> None:
         for seq, count, fine in zip(seqs, counts, np.asarray(finite).tolist(), strict=False):

@@ -112,7 +112,10 @@ def _plain(
 ) -> dict[str, Any]:
     weights = load_with_progress(checkpoint, run, placement)
     chunk = min(options.chunk, len(ids))
-    engine = Engine(checkpoint.config, run, weights, backend, chunk=chunk, placement=placement)
+    engine = Engine(
+        checkpoint.config, run, weights, backend, chunk=chunk, placement=placement,
+        check_replicas=options.check_replicas,
+    )  # fmt: skip
     done = drive(engine, ids, options)
     steady = done.times[1:]  # the first decode step holds its compilation
     return {

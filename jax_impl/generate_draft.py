@@ -58,6 +58,7 @@ def speculative(
         backend,
         chunk=min(options.chunk, len(ids)),
         placement=placement,
+        check_replicas=options.check_replicas,
     )
     return _result(drive(engine, ids, options), method, options)
 

@@ -74,6 +74,7 @@ class SpeculativeEngine(Engine):
         chunk: int = 64,
         context: int | None = None,
         placement: Placement = ONE_DEVICE,
+        check_replicas: bool = False,
     ) -> None:
         """Allocate the caches of both models; arguments as of `Engine`, and the drafter's.
 
@@ -91,8 +92,9 @@ class SpeculativeEngine(Engine):
         if context > most:
             raise EngineError(f"context {context}: the drafter has positions for {most} tokens")
         super().__init__(
-            config, run, weights, backend, chunk=chunk, context=context, placement=placement
-        )
+            config, run, weights, backend, chunk=chunk, context=context, placement=placement,
+            check_replicas=check_replicas,
+        )  # fmt: skip
         self.draft = DraftStatic(draft_config, run, placement.ranks)
         self.draft_weights, self.method, self.drafts = draft_weights, method, drafts
         self.cache = make_spread_cache(config, run, placement, draft_config)
@@ -125,7 +127,7 @@ class SpeculativeEngine(Engine):
         self.cache, self._waiting, outputs = step(
             self.weights, self.draft_weights, self.cache, self._waiting, inputs
         )
-        self._done("verify", batch, width)
+        self._done("verify", batch, width, outputs)
         found = jax.device_get(outputs)
         counts = found.count.tolist()
         self._processed(seqs, counts, found.finite)

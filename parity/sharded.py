@@ -283,7 +283,7 @@ def _speculated(
     draft = open_draft(pair[1])
     engine = SpeculativeEngine(
         config, run, weights, draft.config, load_draft(draft, placement=placement), drafts=K,
-        chunk=1 + K, placement=placement,
+        chunk=1 + K, placement=placement, check_replicas=True,
     )  # fmt: skip
     handles = [engine.add(ids[: 6 + i]) for i in range(batch)]
     for handle in handles:

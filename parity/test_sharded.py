@@ -130,3 +130,34 @@ def test_one_device_computes_one_ranks_share():
 def test_settings_have_names_of_their_own():
     names = [s.name for s in MATRIX]
     assert len(set(names)) == len(names) and "dcp" in Setting(8, True, 1, False).name
+
+
+def test_sizes_that_do_not_divide_are_named_before_anything_is_loaded(tmp_path):
+    from jax_impl.config import ConfigError, RunConfig
+    from jax_impl.draft_config import DraftConfig
+    from jax_impl.make_tiny import make_checkpoint
+    from jax_impl.sharding import require_ranks
+
+    make_checkpoint(tmp_path / "pair", "tp16", 0)
+    from jax_impl.config import ModelConfig
+
+    config = ModelConfig.load(tmp_path / "pair" / "target")
+    draft = DraftConfig.load(tmp_path / "pair" / "draft")
+    for ranks in (1, 2, 4, 8, 16):
+        require_ranks(config, RunConfig(dcp=ranks), ranks, draft)
+        require_ranks(config, RunConfig(experts="ep"), ranks, draft)
+    with pytest.raises(ConfigError) as caught:
+        require_ranks(config, RunConfig(dcp=2), 3, draft)
+    for part in (
+        "3 rank(s) do not fit", "lm_head.weight: 4096 does not divide by 3 ranks",
+        "drafter: ", "dcp 2: expected 1 or the number of ranks, 3",
+    ):  # fmt: skip
+        assert part in str(caught.value)
+    env = os.environ | {"JAX_PLATFORMS": "cpu"}
+    wrong = subprocess.run(
+        [sys.executable, "-m", "jax_impl", "generate", str(tmp_path / "pair" / "target"),
+         "--prompt-ids", "5", "--tp", "32"],
+        cwd=ROOT, env=env, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert wrong.returncode == 2 and "kda_num_heads 48 does not divide by 32" in wrong.stderr
+    assert "Traceback" not in wrong.stderr and "loading" not in wrong.stderr
