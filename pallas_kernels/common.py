@@ -1,11 +1,21 @@
-"""What every kernel needs of the installation and the device."""
+"""What every kernel shares: JAX's version-dependent names, row buckets, raw register helpers.
+
+Private JAX names are used in this file only. Kernels are Mosaic GPU kernels under warpgroup
+lowering semantics; the default changed between JAX versions, so `params` always names it.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 
 MINIMUM_JAX = (0, 11, 2)  # warpgroup lowering by default, written Refs aliased under jit
 KERNELS: tuple[str, ...] = ()  # stages that have a kernel
+MAX_ROWS = 64
+BUCKETS = (8, 16, 32, 64)  # widths of the tensor-core operand that holds the rows
+SHARED_MEMORY = 232448  # bytes one CTA may use on sm_90 and sm_100
 
 
 def unmet_conditions() -> list[str]:
@@ -20,3 +30,171 @@ def unmet_conditions() -> list[str]:
     if not KERNELS:
         reasons.append("this version has no specialised kernels")
     return reasons
+
+
+def architecture(device: jax.Device | None = None) -> str:
+    """`sm_90`, `sm_100`, ... of a device (default: the first); `cpu` where there is no GPU."""
+    device = device or jax.devices()[0]
+    if device.platform != "gpu":
+        return device.platform
+    return "sm_" + str(device.compute_capability).replace(".", "")
+
+
+def bucket(rows: int) -> int:
+    """Width of the operand that holds `rows` rows.
+
+    Raises:
+        ValueError: more rows than the largest bucket.
+    """
+    for width in BUCKETS:
+        if rows <= width:
+            return width
+    raise ValueError(f"rows: found {rows}, expected 1..{MAX_ROWS}")
+
+
+def expect(reasons: list[str], name: str, found: Any, wanted: Any, ok: bool) -> None:
+    """Append an unmet condition in the one form that all kernels use."""
+    if not ok:
+        reasons.append(f"{name}: found {found}, expected {wanted}")
+
+
+def require(reasons: list[str], kernel: str) -> None:
+    """Raise with all unmet conditions at once.
+
+    Raises:
+        ValueError: `reasons` is not empty.
+    """
+    if reasons:
+        raise ValueError(f"{kernel}: " + "; ".join(reasons))
+
+
+def params(**kw: Any) -> Any:
+    """Compiler parameters; warpgroup lowering unless named otherwise."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    kw.setdefault("lowering_semantics", plgpu.LoweringSemantics.Warpgroup)
+    return plgpu.CompilerParams(**kw)
+
+
+def interpreter(detect_races: bool = True) -> Any:
+    """Settings of the CPU interpreter; what lies outside an array reads as NaN."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return plgpu.InterpretGPUParams(detect_races=detect_races)
+
+
+def races_found() -> bool:
+    """Whether the interpreter has seen a race in this process since the last reset."""
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    races = interpret_pallas_call.get_races()
+    return races is not None and races.races_found
+
+
+def reset_interpreter() -> None:
+    """Forget what the interpreter holds; needed after an exception in an interpreted kernel."""
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    interpret_pallas_call.reset_gpu_interpret_mode_state()
+
+
+def kernel(body: Any, *, interpret: bool = False, **kw: Any) -> Any:
+    """`plgpu.kernel` with explicit lowering semantics, or the same kernel in the interpreter."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if interpret:
+        kw["interpret"] = interpreter()
+    return plgpu.kernel(body, compiler_params=params(), **kw)
+
+
+def tref(ref: Any, perm: tuple[int, ...] = (1, 0)) -> Any:
+    """A transposed view of a ref."""
+    return ref.transpose(perm)
+
+
+def tiled(dtype: Any, cols: int) -> tuple[Any, ...]:
+    """Transforms of a shared-memory tile with rows of `cols` elements that TMA and MMA can read."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    bits = jax.dtypes.itemsize_bits(dtype)
+    swizzle = plgpu.find_swizzle(cols * bits)
+    return (plgpu.TilingTransform((8, swizzle * 8 // bits)), plgpu.SwizzleTransform(swizzle))
+
+
+def layer_operand(layer: int | jax.Array) -> jax.Array:
+    """A layer number, traced or not, as the i32[1] operand of a kernel."""
+    return jnp.asarray(layer, jnp.int32).reshape(1)
+
+
+def round_up(n: int, multiple: int) -> int:
+    """The smallest multiple that is not below `n`."""
+    return -(-n // multiple) * multiple
+
+
+class Registers:
+    """Raw register code inside `plgpu.inline_mgpu`: PTX, shared-memory pointers, bit casts.
+
+    Mosaic GPU has no width-changing bit cast and no scatter; what needs one is written here in
+    PTX, and every such function has a plain twin that the interpreter runs instead.
+    """
+
+    def __init__(self) -> None:
+        from jax._src.lib.mlir import ir
+        from jax._src.lib.mlir.dialects import arith, llvm, vector
+        from jax.experimental.mosaic.gpu import fragmented_array, utils
+
+        self.ir, self.arith, self.llvm, self.vector = ir, arith, llvm, vector
+        self.fa, self.utils = fragmented_array, utils
+        self.i32 = ir.IntegerType.get_signless(32)
+        self.bf16x2 = ir.VectorType.get((2,), ir.BF16Type.get())
+
+    def ptx(self, text: str, *args: Any, results: int = 0, volatile: bool = False) -> Any:
+        """Inline PTX on i32 operands; `results` 32-bit results, numbered from $0."""
+        types = [self.i32] * results
+        out = self.utils.inline_ptx(
+            text,
+            *args,
+            result_types=None if not results else types,
+            has_side_effects=volatile or not results,
+        )
+        return out
+
+    def constant(self, value: int) -> Any:
+        """An i32 constant."""
+        if value >= 1 << 31:
+            value -= 1 << 32
+        return self.arith.constant(self.i32, self.ir.IntegerAttr.get(self.i32, value))
+
+    def thread(self) -> Any:
+        """Index of this thread within its warpgroup, i32."""
+        idx = self.utils.thread_idx()
+        return self.arith.remui(idx, self.constant(128))
+
+    def shared_address(self, ref: Any) -> Any:
+        """32-bit shared-memory address of a ref's first element."""
+        return self.llvm.ptrtoint(self.i32, self.utils.memref_ptr(ref))
+
+    def global_address(self, ref: Any) -> Any:
+        """64-bit address of a global ref's first element."""
+        i64 = self.ir.IntegerType.get_signless(64)
+        return self.llvm.ptrtoint(i64, self.utils.memref_ptr(ref))
+
+    def add(self, a: Any, b: Any) -> Any:
+        """i32 sum; `b` may be a Python integer."""
+        return self.arith.addi(a, self.constant(b) if isinstance(b, int) else b)
+
+    def mul(self, a: Any, b: Any) -> Any:
+        """i32 product; `b` may be a Python integer."""
+        return self.arith.muli(a, self.constant(b) if isinstance(b, int) else b)
+
+    def as_bf16x2(self, word: Any) -> Any:
+        """A 32-bit register as two bf16 numbers, low half first."""
+        return self.llvm.bitcast(self.bf16x2, word)
+
+    def barrier(self) -> None:
+        """Wait for the warpgroup's other warps."""
+        self.utils.warpgroup_barrier()
+
+    def fence_and_barrier(self) -> None:
+        """Make ordinary shared-memory stores visible to TMA and MMA, then wait for the others."""
+        self.utils.commit_shared()
