@@ -98,10 +98,14 @@ def reset_interpreter() -> None:
     interpret_pallas_call.reset_gpu_interpret_mode_state()
 
 
-def kernel(body: Any, *, interpret: bool = False, **kw: Any) -> Any:
-    """`plgpu.kernel` with explicit lowering semantics, or the same kernel in the interpreter."""
+def kernel(body: Any, name: str, *, interpret: bool = False, **kw: Any) -> Any:
+    """`plgpu.kernel` with explicit lowering semantics, or the same kernel in the interpreter.
+
+    `name` is how profilers and the compiled program call it.
+    """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
+    body.__name__ = name
     if interpret:
         kw["interpret"] = interpreter()
     return plgpu.kernel(body, compiler_params=params(), **kw)

@@ -271,6 +271,7 @@ def gate_up(
     per = z // wgs
     call = common.kernel(
         _gate_up_body(n, z, k, width, betas, t, interpret),
+        "k3_experts_gate_up",
         interpret=interpret,
         out_type=jax.ShapeDtypeStruct((units.table.shape[0], COLUMNS, width), bf16),
         grid=(t.ctas,),
@@ -515,6 +516,7 @@ def down(
     lines = mxfp4.tile_lines(width)
     call = common.kernel(
         _down_body(latent, width, t),
+        "k3_experts_down",
         interpret=interpret,
         out_type=jax.ShapeDtypeStruct((pairs, latent), bf16),
         grid=(t.ctas,),

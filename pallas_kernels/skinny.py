@@ -183,6 +183,7 @@ def _build(
     out_cols = TILE if situ is None else TILE // 2
     return common.kernel(
         _body(k, n, width, t, situ),
+        "k3_skinny",
         interpret=interpret,
         out_type=out,
         grid=(-(-n // TILE), t.splits),
