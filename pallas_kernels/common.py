@@ -191,9 +191,22 @@ class Registers:
         """i32 product; `b` may be a Python integer."""
         return self.arith.muli(a, self.constant(b) if isinstance(b, int) else b)
 
+    def as_type(self, word: Any, kind: Any) -> Any:
+        """A 32-bit register as another type of 32 bits."""
+        return self.llvm.bitcast(kind, word)
+
+    def as_f32(self, word: Any) -> Any:
+        """A 32-bit register as f32."""
+        return self.llvm.bitcast(self.ir.F32Type.get(), word)
+
     def as_bf16x2(self, word: Any) -> Any:
         """A 32-bit register as two bf16 numbers, low half first."""
         return self.llvm.bitcast(self.bf16x2, word)
+
+    def cluster_barrier(self) -> None:
+        """Wait for all threads of the cluster; shared memory written before is visible after."""
+        self.ptx("barrier.cluster.arrive.release.aligned;", volatile=True)
+        self.ptx("barrier.cluster.wait.acquire.aligned;", volatile=True)
 
     def barrier(self) -> None:
         """Wait for the warpgroup's other warps."""

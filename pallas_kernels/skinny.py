@@ -1,8 +1,7 @@
-"""y = x W^T for few rows: BF16 weights streamed once, FP32 accumulation.
+"""y = x W^T for few rows: BF16 weights streamed once, FP32 accumulation; several W of one x at once.
 
-    x [M, K] bf16, M = 1..64;  w [L, N, K] bf16, the whole stack;  layer: which matrix of it
-    y [M, N] f32 (not rounded) or bf16 (one rounding), or with `splits` S > 1 partial sums
-    [S, M, N] f32 for the consumer to add.
+    x [M, K] bf16, M = 1..64;  each w [L, N, K] bf16, the whole stack;  layer: which matrix of it
+    y [M, N] f32 (not rounded) or bf16 (one rounding)
 
 With `situ=(beta, linear_beta)` the rows of w are gate rows, then up rows, and y [M, N/2] bf16 is
 SiTU(gate, up). Rounding there: the products once to bf16, SiTU in f32 on the rounded values, one
@@ -12,23 +11,78 @@ The weights are the 64-row operand of the tensor core and the rows of x the narr
 8, 16, 32 or 64 columns by TMA, which reads zeros beyond the array. A column never enters another
 column's sum, so a row that holds NaN cannot reach other rows.
 
-Each CTA owns 64 rows of w. Its warpgroups take the steps along K in turn, each through a TMA ring
-of its own, and add their sums through shared memory at the end, always in the same order: results
-do not depend on timing.
+64 rows of a w belong to a cluster of `splits` CTAs, each with its part of K. A CTA's warpgroups take
+the steps of that part in turn, each through a TMA ring of its own. All sums meet through (distributed)
+shared memory and are added in one fixed order, so results do not depend on timing.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_kernels import common
 
-TILE = 64  # rows of w per CTA: the row count of a wgmma instruction
+TILE = 64  # rows of w per cluster: the row count of a wgmma instruction
+HALF = TILE // 2
+CORES = 132
+MAX_SPLITS = 8  # cluster size that every device takes
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One product of a call.
+
+    Attributes:
+        w: bf16 [L, N, K].
+        out_dtype: of y; bfloat16 with `situ`.
+        situ: (beta, linear_beta), or None for the plain product.
+    """
+
+    w: jax.Array
+    out_dtype: Any = jnp.float32
+    situ: tuple[float, float] | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows of w."""
+        return self.w.shape[1]
+
+    @property
+    def columns(self) -> int:
+        """Columns of y."""
+        return self.rows if self.situ is None else self.rows // 2
+
+    @property
+    def tiles(self) -> int:
+        """Tiles of 64 rows of w."""
+        return -(-self.rows // TILE)
+
+    @property
+    def kind(self) -> _Kind:
+        """The same without arrays."""
+        out = jnp.bfloat16 if self.situ is not None else self.out_dtype
+        return _Kind(self.rows, self.columns, self.tiles, jnp.dtype(out), self.situ)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    rows: int
+    columns: int
+    tiles: int
+    dtype: Any
+    situ: tuple[float, float] | None
+
+    @property
+    def per_tile(self) -> int:
+        """Columns of y that a tile gives."""
+        return TILE if self.situ is None else HALF
 
 
 @dataclass(frozen=True)
@@ -39,7 +93,7 @@ class Tuning:
         step: columns of w per pipeline step.
         stages: steps in flight per warpgroup.
         warpgroups: warpgroups per CTA, sharing the steps along K.
-        splits: CTAs along K; more than one gives partial sums.
+        splits: CTAs along K, a cluster; a power of two up to 8.
     """
 
     step: int = 128
@@ -48,48 +102,60 @@ class Tuning:
     splits: int = 1
 
 
-def default_tuning(m: int, n: int, k: int) -> Tuning:
-    """What measured best on an H200: few CTAs need more warpgroups each to draw the bandwidth."""
+def default_tuning(m: int, tiles: int, k: int) -> Tuning:
+    """Enough CTAs to occupy the device, enough bytes in flight in each."""
     step = 128 if k % 128 == 0 else 64
+    splits = 1
+    while (
+        splits < MAX_SPLITS
+        and tiles * splits * 2 <= CORES + CORES // 8
+        and k // step % (splits * 2) == 0
+        and k // step // (splits * 2) >= 2
+    ):
+        splits *= 2
     width = common.bucket(m)
-    if n <= TILE * 132 and width <= 16:
-        return Tuning(step=step, stages=3, warpgroups=4)
-    return Tuning(step=step, stages=3 if width <= 32 else 2, warpgroups=2)
+    warpgroups = 4 if width <= 16 and tiles * splits <= CORES else 2
+    warpgroups = min(warpgroups, k // step // splits)
+    needed = -(-k // step // splits // warpgroups)
+    stages = min(4, needed)
+    while stages > 1 and shared_bytes(width, Tuning(step, stages, warpgroups)) > (
+        # two CTAs per multiprocessor hide each other's start and end, where they fit with two stages
+        common.SHARED_MEMORY // (2 if tiles * splits > CORES and stages > 2 else 1)
+    ):
+        stages -= 1
+    return Tuning(step, stages, warpgroups, splits)
 
 
 def limits(
-    x: jax.Array,
-    w: jax.Array,
-    *,
-    out_dtype: Any = jnp.float32,
-    situ: tuple[float, float] | None = None,
-    tuning: Tuning | None = None,
+    x: jax.Array, items: Sequence[Projection], *, tuning: Tuning | None = None
 ) -> list[str]:
     """Unmet conditions, each with what was found and what is expected."""
     out: list[str] = []
     common.expect(out, "x rank", x.ndim, 2, x.ndim == 2)
-    common.expect(out, "w rank", w.ndim, "3 (layers, rows, columns)", w.ndim == 3)
+    for i, p in enumerate(items):
+        common.expect(out, f"w[{i}] rank", p.w.ndim, "3 (layers, rows, columns)", p.w.ndim == 3)
     if out:
         return out
     m, k = x.shape
-    n = w.shape[1]
-    t = tuning or default_tuning(min(m, common.MAX_ROWS), n, k)
+    rows = min(max(m, 1), common.MAX_ROWS)
+    t = tuning or default_tuning(rows, sum(p.tiles for p in items), k)
     common.expect(out, "rows of x", m, f"1..{common.MAX_ROWS}", 1 <= m <= common.MAX_ROWS)
-    common.expect(out, "columns of w", w.shape[2], k, w.shape[2] == k)
     common.expect(out, "columns", k, "a multiple of 64", k % 64 == 0)
-    common.expect(out, "rows of w", n, "a multiple of 8 (pad the stack when packing)", n % 8 == 0)
-    common.expect(out, "dtype of x", x.dtype, "bfloat16", x.dtype == jnp.bfloat16)
-    common.expect(out, "dtype of w", w.dtype, "bfloat16", w.dtype == jnp.bfloat16)
-    allowed = (jnp.float32, jnp.bfloat16)
-    common.expect(out, "out_dtype", jnp.dtype(out_dtype), "float32 or bfloat16", out_dtype in allowed)
     cut = t.step * t.splits
     common.expect(out, "columns", k, f"a multiple of {cut}", k % cut == 0)
-    if t.splits > 1:
-        common.expect(out, "out_dtype", jnp.dtype(out_dtype), "float32", out_dtype == jnp.float32)
-        common.expect(out, "situ", situ, "None with splits", situ is None)
-    if situ is not None:
-        common.expect(out, "rows of w", n, "a multiple of 64 with situ", n % TILE == 0)
-    used = shared_bytes(common.bucket(min(m, common.MAX_ROWS)), t)
+    common.expect(out, "splits", t.splits, "1, 2, 4 or 8", t.splits in (1, 2, 4, 8))
+    common.expect(out, "dtype of x", x.dtype, "bfloat16", x.dtype == jnp.bfloat16)
+    for i, p in enumerate(items):
+        name, n = f"w[{i}]", p.rows
+        common.expect(out, f"columns of {name}", p.w.shape[2], k, p.w.shape[2] == k)
+        common.expect(out, f"dtype of {name}", p.w.dtype, "bfloat16", p.w.dtype == jnp.bfloat16)
+        unit = 8 if p.situ is None else TILE
+        common.expect(out, f"rows of {name}", n, f"a multiple of {unit} (pad them)", n % unit == 0)
+        allowed = (jnp.float32, jnp.bfloat16)
+        common.expect(
+            out, "out_dtype", p.kind.dtype, "float32 or bfloat16", p.kind.dtype in allowed
+        )
+    used = shared_bytes(common.bucket(rows), t)
     limit = common.SHARED_MEMORY
     common.expect(out, "shared memory", used, f"at most {limit} bytes", used <= limit)
     return out
@@ -102,34 +168,33 @@ def shared_bytes(width: int, t: Tuning) -> int:
 
 
 def reference(
-    x: jax.Array,
-    w: jax.Array,
-    layer: int | jax.Array = 0,
-    *,
-    out_dtype: Any = jnp.float32,
-    situ: tuple[float, float] | None = None,
-) -> jax.Array:
+    x: jax.Array, items: Sequence[Projection], layer: int | jax.Array = 0
+) -> list[jax.Array]:
     """The same in plain jnp."""
-    y = jnp.einsum(
-        "mk,nk->mn",
-        x.astype(jnp.float32),
-        w[layer].astype(jnp.float32),
-        precision=lax.Precision.HIGHEST,
-    )
-    if situ is None:
-        return _rounded(y).astype(out_dtype) if out_dtype == jnp.bfloat16 else y
-    gate, up = jnp.split(_rounded(y), 2, axis=-1)
-    return _rounded(situ_f32(gate, up, *situ)).astype(jnp.bfloat16)
+    out = []
+    for p in items:
+        y = jnp.einsum(
+            "mk,nk->mn",
+            x.astype(jnp.float32),
+            p.w[layer].astype(jnp.float32),
+            precision=lax.Precision.HIGHEST,
+        )
+        out.append(_finished(y, p.kind))
+    return out
+
+
+def _finished(y: jax.Array, kind: _Kind) -> jax.Array:
+    """What is done to the complete f32 sums, in plain jnp."""
+    if kind.situ is not None:
+        gate, up = jnp.split(lax.reduce_precision(y, 8, 7), 2, axis=-1)
+        y = situ_f32(gate, up, *kind.situ)
+    return lax.reduce_precision(y, 8, 7).astype(kind.dtype) if kind.dtype == jnp.bfloat16 else y
 
 
 def situ_f32(gate: jax.Array, up: jax.Array, beta: float, linear_beta: float) -> jax.Array:
     """b tanh(g/b) sigmoid(g) * c tanh(u/c) in f32, not rounded."""
     soft_gate = beta * jnp.tanh(gate * (1 / beta)) / (1 + jnp.exp(-gate))
     return soft_gate * (linear_beta * jnp.tanh(up * (1 / linear_beta)))
-
-
-def _rounded(y: jax.Array) -> jax.Array:
-    return lax.reduce_precision(y, 8, 7)
 
 
 def skinny(
@@ -142,151 +207,291 @@ def skinny(
     tuning: Tuning | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """y = x W^T, see the module's docstring.
+    """One product, see the module's docstring.
 
     Raises:
         ValueError: `limits` are not met.
     """
-    common.require(limits(x, w, out_dtype=out_dtype, situ=situ, tuning=tuning), "skinny")
+    items = [Projection(w, out_dtype, situ)]
+    return projections(x, items, layer, tuning=tuning, interpret=interpret)[0]
+
+
+def projections(
+    x: jax.Array,
+    items: Sequence[Projection],
+    layer: int | jax.Array = 0,
+    *,
+    tuning: Tuning | None = None,
+    interpret: bool = False,
+) -> list[jax.Array]:
+    """Several products of one x in one kernel, see the module's docstring.
+
+    Raises:
+        ValueError: `limits` are not met.
+    """
+    common.require(limits(x, items, tuning=tuning), "skinny")
     m, k = x.shape
-    n = w.shape[1]
-    t = tuning or default_tuning(m, n, k)
-    cols = n if situ is None else n // 2
-    out_type = jnp.bfloat16 if situ is not None else out_dtype
     width = common.bucket(m)
-    # rows of y must start at multiples of 16 bytes; the interpreter has no clipping at the edge
-    per_tile = TILE if situ is None else TILE // 2
-    padded = common.round_up(cols, per_tile if interpret else 16 // jnp.dtype(out_type).itemsize)
-    rows = width if interpret else m
+    kinds = tuple(p.kind for p in items)
+    t = tuning or default_tuning(m, sum(p.tiles for p in items), k)
+    ws = [p.w for p in items]
     if interpret:
-        x = jnp.pad(x, ((0, width - m), (0, 0)), constant_values=jnp.nan)
-        w = jnp.pad(w, ((0, 0), (0, -n % TILE), (0, 0)))
-    shape = (rows, padded) if t.splits == 1 else (t.splits, rows, padded)
-    call = _build(k, n, width, t, jax.ShapeDtypeStruct(shape, out_type), situ, interpret)
-    y = call(x, w, common.layer_operand(layer))
-    return y[..., :m, :cols] if (rows, padded) != (m, cols) else y
+        return _interpreted(x, ws, layer, kinds, t)
+    if m > 8:  # the copy engine takes rows of x by eights; the step's row buckets are such numbers
+        x = jnp.pad(x, ((0, -m % 8), (0, 0)))
+    shapes = []
+    for kind in kinds:  # rows of y start at multiples of 16 bytes
+        columns = common.round_up(kind.columns, 16 // kind.dtype.itemsize)
+        shapes.append(jax.ShapeDtypeStruct((m, columns), kind.dtype))
+    call = _build(k, width, kinds, t, shapes, False)
+    ys = call(x, common.layer_operand(layer), *ws)
+    return [y[:, : kind.columns] for y, kind in zip(ys, kinds, strict=True)]
+
+
+def _interpreted(
+    x: jax.Array,
+    ws: list[jax.Array],
+    layer: int | jax.Array,
+    kinds: tuple[_Kind, ...],
+    t: Tuning,
+) -> list[jax.Array]:
+    """The kernel in the interpreter, which has neither clusters of this kind nor clipped copies.
+
+    Every CTA gives its partial sums, and their sum is finished here.
+    """
+    m, k = x.shape
+    width = common.bucket(m)
+    x = jnp.pad(x, ((0, width - m), (0, 0)), constant_values=jnp.nan)
+    ws = [jnp.pad(w, ((0, 0), (0, -w.shape[1] % TILE), (0, 0))) for w in ws]
+    padded = tuple(_Kind(w.shape[1], w.shape[1], q.tiles, q.dtype, q.situ) for w, q in
+                   zip(ws, kinds, strict=True))
+    shapes = [jax.ShapeDtypeStruct((t.splits, width, q.columns), jnp.float32) for q in padded]
+    sums = _build(k, width, padded, t, shapes, True)(x, common.layer_operand(layer), *ws)
+    out = []
+    for y, kind in zip(sums, kinds, strict=True):
+        y = jnp.sum(y, 0)
+        if kind.situ is not None:  # columns are those of the tiles: 32 gate rows, their 32 up rows
+            y = y.reshape(width, -1, 2, HALF).swapaxes(1, 2).reshape(width, -1)
+        out.append(_finished(y[:m, : kind.rows], kind))
+    return out
 
 
 def _build(
     k: int,
-    n: int,
     width: int,
+    kinds: tuple[_Kind, ...],
     t: Tuning,
-    out: jax.ShapeDtypeStruct,
-    situ: tuple[float, float] | None,
+    shapes: list[jax.ShapeDtypeStruct],
     interpret: bool,
 ) -> Any:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     bf16, f32 = jnp.bfloat16, jnp.float32
     ring = t.warpgroups * t.stages
-    out_cols = TILE if situ is None else TILE // 2
+    tiles = sum(kind.tiles for kind in kinds)
+    if interpret:
+        grid = dict(grid=(tiles, t.splits), grid_names=("tile", "split"))
+    else:
+        grid = dict(grid=(tiles,), grid_names=("tile",))
+        grid |= dict(cluster=(t.splits,), cluster_names=("split",))
     return common.kernel(
-        _body(k, n, width, t, situ),
+        _body(k, width, kinds, t, interpret),
         "k3_skinny",
         interpret=interpret,
-        out_type=out,
-        grid=(-(-n // TILE), t.splits),
-        grid_names=("tile", "split"),
+        out_type=shapes,
+        **grid,
         num_threads=t.warpgroups,
         thread_name="wg",
         scratch_types=dict(
             ws=plgpu.SMEM((ring, TILE, t.step), bf16, transforms=common.tiled(bf16, t.step)),
             xs=plgpu.SMEM((ring, width, t.step), bf16, transforms=common.tiled(bf16, t.step)),
             sums=plgpu.SMEM((t.warpgroups, TILE, width), f32),
-            ys=plgpu.SMEM((width, out_cols), out.dtype),
-            full=plgpu.Barrier(num_barriers=ring, num_arrivals=2 if situ is None else 3),
+            full=plgpu.Barrier(num_barriers=ring, num_arrivals=3),
             done=plgpu.Barrier(num_barriers=1, num_arrivals=t.warpgroups),
+            **{
+                f"y{i}": plgpu.SMEM((width, _share(kind, width, t, interpret)[1]), shape.dtype)
+                for i, (kind, shape) in enumerate(zip(kinds, shapes, strict=True))
+            },
         ),
     )
 
 
-def _body(k: int, n: int, width: int, t: Tuning, situ: tuple[float, float] | None) -> Any:
+def _share(kind: _Kind, width: int, t: Tuning, interpret: bool) -> tuple[int, int]:
+    """CTAs of a cluster that finish a tile, and columns of y of each."""
+    if interpret:
+        return 1, TILE
+    # at least one number for each of 128 threads, and 16 bytes per row for the copy engine
+    finishers = min(t.splits, width * kind.per_tile // 128, kind.per_tile * kind.dtype.itemsize // 16)
+    return finishers, kind.per_tile // finishers
+
+
+def _body(k: int, width: int, kinds: tuple[_Kind, ...], t: Tuning, interpret: bool) -> Any:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    steps = k // t.step // t.splits  # of this CTA; warpgroup g takes g, g + warpgroups, ...
+    count = len(kinds)
+    steps = k // t.step // t.splits  # of a CTA; its warpgroup g takes g, g + warpgroups, ...
 
     def body(
         x,  # bf16 [M, K]
-        w,  # bf16 [L, N, K]
         layer,  # i32 [1]
-        y,  # [M, N], or [S, M, N]
+        *refs,  # bf16 [L, N, K] each, then outputs [M, N] each (interpreter: f32 [S, width, N])
         ws,  # bf16 [ring, 64, step]
         xs,  # bf16 [ring, width, step]
         sums,  # f32 [warpgroups, 64, width]
-        ys,  # [width, 64], or [width, 32] with SiTU
         full,
         done,
+        **ys,  # y0, y1, ...: [width, columns of a finisher]
     ):
         tile, split, wg = (lax.axis_index(name) for name in ("tile", "split", "wg"))
         mine = (steps - wg + t.warpgroups - 1) // t.warpgroups
         which = layer[0]
 
-        def issue(j, slot):
-            cols = pl.ds((split * steps + wg + j * t.warpgroups) * t.step, t.step)
-            bar = full.at[slot]
-            if situ is None:
-                rows = w.at[which, pl.ds(tile * TILE, TILE), cols]
-                plgpu.copy_gmem_to_smem(rows, ws.at[slot], bar)
+        def run(w, kind, first):
+            local = tile - first
+
+            def issue(j, slot):
+                cols = pl.ds((split * steps + wg + j * t.warpgroups) * t.step, t.step)
+                for part in range(2):  # with SiTU 32 gate rows, and the up rows that belong to them
+                    apart = HALF if kind.situ is None else kind.rows // 2
+                    row = local * (TILE if kind.situ is None else HALF) + part * apart
+                    into = ws.at[slot, pl.ds(part * HALF, HALF)]
+                    plgpu.copy_gmem_to_smem(
+                        w.at[which, pl.ds(row, HALF), cols], into, full.at[slot]
+                    )
+                # a start known at run time only lets the box reach beyond the last row of x
+                source = x.at[pl.ds(tile * 0, width), cols]
+                plgpu.copy_gmem_to_smem(source, xs.at[slot], full.at[slot])
+
+            for s in range(t.stages):
+                pl.when(s < mine)(lambda s=s: issue(s, wg * t.stages + s))
+
+            def accumulate(acc):
+                def step(j, _):
+                    slot = wg * t.stages + lax.rem(j, t.stages)
+                    plgpu.barrier_wait(full.at[slot])
+                    plgpu.wgmma(acc, ws.at[slot], common.tref(xs.at[slot]))
+                    plgpu.wgmma_wait(0)
+                    pl.when(j + t.stages < mine)(lambda: issue(j + t.stages, slot))
+
+                lax.fori_loop(0, mine, step, None)
+                return acc[...]
+
+            sums[wg] = pl.run_scoped(accumulate, plgpu.ACC((TILE, width), jnp.float32))
+
+        def store(y, kind, first, staged):
+            finishers, columns = _share(kind, width, t, interpret)
+            if interpret:
+                staged[...] = _local_total(sums, 0, TILE, width, t)
+                target, start = y.at[split], (tile - first) * TILE
             else:
-                for part in range(2):  # 32 gate rows, and the 32 up rows that belong to them
-                    rows = w.at[which, pl.ds(part * (n // 2) + tile * (TILE // 2), TILE // 2), cols]
-                    into = ws.at[slot, pl.ds(part * (TILE // 2), TILE // 2)]
-                    plgpu.copy_gmem_to_smem(rows, into, bar)
-            # a start that is only known at run time lets the box reach beyond the last row of x
-            plgpu.copy_gmem_to_smem(x.at[pl.ds(tile * 0, width), cols], xs.at[slot], bar)
-
-        for s in range(t.stages):
-            pl.when(s < mine)(lambda s=s: issue(s, wg * t.stages + s))
-
-        def accumulate(acc):
-            def step(j, _):
-                slot = wg * t.stages + lax.rem(j, t.stages)
-                plgpu.barrier_wait(full.at[slot])
-                plgpu.wgmma(acc, ws.at[slot], common.tref(xs.at[slot]))
-                plgpu.wgmma_wait(0)
-                pl.when(j + t.stages < mine)(lambda: issue(j + t.stages, slot))
-
-            lax.fori_loop(0, mine, step, None)
-            return acc[...]
-
-        sums[wg] = pl.run_scoped(accumulate, plgpu.ACC((TILE, width), jnp.float32))
-        plgpu.barrier_arrive(done.at[0])
-
-        @pl.when(wg == 0)
-        def _():
-            plgpu.barrier_wait(done.at[0])
-            ys[...] = _result(sums, width, t, situ).astype(ys.dtype)
+                staged[...] = _result(sums, split * columns, columns, width, kind, t)
+                target, start = y, (tile - first) * kind.per_tile + split * columns
             plgpu.commit_smem()
-            target = y if t.splits == 1 else y.at[split]
-            cols = ys.shape[1]
-            start = pl.ds(tile * 0, width)
-            plgpu.copy_smem_to_gmem(ys, target.at[start, pl.ds(tile * cols, cols)])
+            plgpu.copy_smem_to_gmem(
+                staged, target.at[pl.ds(tile * 0, width), pl.ds(start, columns)]
+            )
             plgpu.wait_smem_to_gmem(0)
+
+        first = 0
+        ranges = []
+        for kind in kinds:
+            ranges.append((first, first + kind.tiles))
+            first += kind.tiles
+        for i, (kind, (low, high)) in enumerate(zip(kinds, ranges, strict=True)):
+            here = (tile >= low) & (tile < high)
+            pl.when(here)(lambda i=i, kind=kind, low=low: run(refs[i], kind, low))
+        if t.splits > 1 and not interpret:
+            _cluster_barrier()
+        else:
+            plgpu.barrier_arrive(done.at[0])
+            pl.when(wg == 0)(lambda: plgpu.barrier_wait(done.at[0]))
+        for i, (kind, (low, high)) in enumerate(zip(kinds, ranges, strict=True)):
+            finishers = _share(kind, width, t, interpret)[0]
+            here = (tile >= low) & (tile < high) & (wg == 0)
+            if not interpret:
+                here &= split < finishers
+            pl.when(here)(
+                lambda i=i, kind=kind, low=low: store(refs[count + i], kind, low, ys[f"y{i}"])
+            )
+        if t.splits > 1 and not interpret:
+            _cluster_barrier()  # nobody leaves while its sums are read
 
     return body
 
 
-def _result(sums: Any, width: int, t: Tuning, situ: tuple[float, float] | None) -> jax.Array:
-    """Add the warpgroups' sums; rows of y as rows."""
+def _cluster_barrier() -> None:
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    plgpu.inline_mgpu()(lambda _: common.Registers().cluster_barrier())()
+
+
+def _result(
+    sums: Any, first: Any, columns: int, width: int, kind: _Kind, t: Tuning
+) -> jax.Array:
+    """Finished columns [width, columns] of a tile: all sums added, SiTU, rounding."""
+
+    def total(start: Any) -> jax.Array:
+        if t.splits == 1:
+            return _local_total(sums, start, columns, width, t)
+        return _cluster_total(sums, start, columns, width, t)
+
+    if kind.situ is None:
+        return total(first).astype(kind.dtype)
+    rounded = [
+        total(first + part * HALF).astype(jnp.bfloat16).astype(jnp.float32) for part in range(2)
+    ]
+    return situ_f32(*rounded, *kind.situ).astype(kind.dtype)
+
+
+def _local_total(sums: Any, first: Any, columns: int, width: int, t: Tuning) -> jax.Array:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    def total(first: int, count: int) -> jax.Array:
-        layout = plgpu.Layout.WG_STRIDED((width, count), vec_size=1)
-        parts = [
-            plgpu.load(
-                common.tref(sums.at[g, pl.ds(first, count)]), layout=layout, optimized=False
-            )
-            for g in range(t.warpgroups)
-        ]
-        return sum(parts[1:], parts[0])
-
-    if situ is None:
-        return total(0, TILE)
-    rounded = [
-        total(part * (TILE // 2), TILE // 2).astype(jnp.bfloat16).astype(jnp.float32)
-        for part in range(2)
+    layout = plgpu.Layout.WG_STRIDED((width, columns), vec_size=1)
+    parts = [
+        plgpu.load(common.tref(sums.at[g, pl.ds(first, columns)]), layout=layout, optimized=False)
+        for g in range(t.warpgroups)
     ]
-    return situ_f32(*rounded, *situ)
+    return sum(parts[1:], parts[0])
+
+
+def _cluster_total(sums: Any, first: Any, columns: int, width: int, t: Tuning) -> jax.Array:
+    """Rows first.. of the sums of all warpgroups of all CTAs of the cluster, [width, columns]."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    layout = plgpu.Layout.WG_STRIDED((width, columns), vec_size=1)
+    out = plgpu.ShapeDtypeStruct((width, columns), jnp.float32, layout=layout)
+
+    def code(_: Any, ref: Any) -> Any:
+        reg = common.Registers()
+        frag = layout.to_mgpu()
+        thread, base = reg.thread(), reg.shared_address(ref)
+        registers = np.empty(frag.registers_shape((width, columns)), dtype=object)
+        kind = frag.registers_element_type(reg.ir.F32Type.get())
+        for i in range(registers.size):
+            element = reg.add(thread, 128 * i)
+            at = reg.ptx(
+                f"{{ .reg .b32 m, r; div.u32 m, $1, {columns}; rem.u32 r, $1, {columns};"
+                f" mad.lo.u32 r, r, {width}, m; shl.b32 r, r, 2; add.u32 $0, r, $2; }}",
+                element,
+                base,
+                results=1,
+            )[0]
+            value = None
+            for cta in range(t.splits):
+                there = reg.ptx(
+                    f"mapa.shared::cluster.u32 $0, $1, {cta};", at, results=1
+                )[0]
+                for g in range(t.warpgroups):
+                    load = f"ld.shared::cluster.b32 $0, [$1 + {g * TILE * width * 4}];"
+                    (word,) = reg.ptx(load, there, results=1, volatile=True)
+                    part = reg.as_f32(word)
+                    value = part if value is None else reg.arith.addf(value, part)
+            word = reg.llvm.bitcast(reg.i32, value)
+            registers.flat[i] = reg.as_type(word, kind)
+        return reg.fa.FragmentedArray(_registers=registers, _layout=frag, _is_signed=None)
+
+    call = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=out)
+    return call(code)(sums.at[0, pl.ds(first, columns)])
