@@ -24,7 +24,7 @@ keep their TMA rings running across items.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,11 +32,10 @@ from jax import lax
 
 from pallas_kernels import common, mxfp4
 from pallas_kernels.skinny import situ_f32
+from pallas_kernels.units import COLUMNS, Units, plan
 
-COLUMNS = 8  # rows of a unit
 HALF = mxfp4.ROWS // 2  # gate rows of a tile of W13
 BLOCK = 128  # of K per step of gate_up
-FIELDS = 2 + COLUMNS  # of a unit in the table
 
 
 @dataclass(frozen=True)
@@ -45,15 +44,17 @@ class Tuning:
 
     Attributes:
         ctas: CTAs of both kernels; one per multiprocessor.
-        warpgroups: per CTA.
-        stages: blocks of 128 in flight per warpgroup of gate_up.
+        warpgroups: per CTA of gate_up.
+        finishers: warpgroups of gate_up that take turns in finishing items.
+        down_warpgroups: per CTA of down.
         down_tiles: tiles of 64 rows per item of down.
         down_stages: items in flight per warpgroup of down.
     """
 
     ctas: int = 132
     warpgroups: int = 4
-    stages: int = 7
+    finishers: int = 2
+    down_warpgroups: int = 4
     down_tiles: int = 2
     down_stages: int = 2
 
@@ -61,13 +62,6 @@ class Tuning:
 def default_tuning(width: int) -> Tuning:
     """Items of about 13 KB of W2, so that two per warpgroup fit beside each other."""
     return Tuning(down_tiles=2 if width <= 192 else 1)
-
-
-class Units(NamedTuple):
-    """What the kernels work through; see `group_rows`."""
-
-    count: jax.Array  # i32 [1]
-    table: jax.Array  # i32 [U, 10]: expert, rows used, then 8 slots (pair * 8 + column)
 
 
 def pack(
@@ -124,6 +118,8 @@ def limits(
     common.expect(out, "dtype of latent", latent.dtype, "bfloat16", latent.dtype == jnp.bfloat16)
     cut = BLOCK * t.warpgroups
     common.expect(out, "latent width", z, f"a multiple of {cut}", z % cut == 0)
+    ok = 1 <= t.finishers <= t.warpgroups
+    common.expect(out, "finishers", t.finishers, f"1..{t.warpgroups}", ok)
     span = mxfp4.ROWS * t.down_tiles
     common.expect(out, "latent width", z, f"a multiple of {span}", z % span == 0)
     common.expect(out, "expert width", width, "a multiple of 64", width % 64 == 0)
@@ -145,44 +141,13 @@ def limits(
 
 
 def _gate_up_bytes(z: int, t: Tuning) -> int:
-    ring = t.warpgroups * t.stages * mxfp4.BLOCK_LINES * 128
-    return ring + COLUMNS * z * 2 + t.warpgroups**2 * mxfp4.ROWS * COLUMNS * 4 + 1024
+    ring = z // BLOCK * mxfp4.BLOCK_LINES * 128
+    return ring + COLUMNS * z * 2 + t.finishers * t.warpgroups * mxfp4.ROWS * COLUMNS * 4 + 1024
 
 
 def _down_bytes(width: int, t: Tuning) -> int:
     item = t.down_tiles * mxfp4.tile_lines(width) * 128 + COLUMNS * width * 2
-    return t.warpgroups * (t.down_stages * item + COLUMNS * t.down_tiles * mxfp4.ROWS * 2) + 1024
-
-
-def group_rows(ids: jax.Array) -> Units:
-    """Units of work from ids [N, k]: each distinct expert with its rows, 8 at a time.
-
-    A unit's slots name a pair n * k + j and the column that holds row n: n itself for N <= 8,
-    otherwise the slot's own number. Units are in the order in which experts first appear.
-    """
-    n, k = ids.shape
-    pairs = n * k
-    flat = ids.reshape(-1)
-    number = jnp.arange(pairs, dtype=jnp.int32)
-    if n == 1:  # a row's experts are distinct
-        slots = jnp.pad(number[:, None] * COLUMNS, ((0, 0), (0, COLUMNS - 1)))
-        table = jnp.concatenate([flat[:, None], jnp.ones_like(flat)[:, None], slots], axis=1)
-        return Units(jnp.full((1,), pairs, jnp.int32), table)
-    same = flat[:, None] == flat[None, :]
-    nth = jnp.sum(same & (number[None, :] < number[:, None]), axis=1, dtype=jnp.int32)
-    slot = nth % COLUMNS
-    leads = slot == 0
-    column = number // k if n <= COLUMNS else slot
-    unit = jnp.sum(leads[None, :] & (number[None, :] < number[:, None]), axis=1, dtype=jnp.int32)
-    mine = same & leads[None, :] & (nth[None, :] == (nth - slot)[:, None])
-    of_pair = jnp.sum(jnp.where(mine, unit[None, :], 0), axis=1)
-    total = jnp.sum(same, axis=1, dtype=jnp.int32)
-    table = jnp.zeros((pairs, FIELDS), jnp.int32)
-    lead_row = jnp.where(leads, unit, pairs)
-    table = table.at[lead_row, 0].set(flat, mode="drop")
-    table = table.at[lead_row, 1].set(jnp.minimum(total - nth, COLUMNS), mode="drop")
-    table = table.at[of_pair, 2 + slot].set(number * COLUMNS + column)
-    return Units(jnp.sum(leads, dtype=jnp.int32).reshape(1), table)
+    return t.down_warpgroups * (t.down_stages * item + COLUMNS * t.down_tiles * mxfp4.ROWS * 2) + 1024
 
 
 def reference(
@@ -232,20 +197,25 @@ def experts(
     *,
     width: int,
     betas: tuple[float, float],
+    wide: bool = True,
     tuning: Tuning | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """The routed sum [N, Z] f32, see the module's docstring. `width` is m of this rank.
+
+    `wide` False is faster and takes scale bytes up to 128 only; the caller has looked.
 
     Raises:
         ValueError: `limits` are not met.
     """
     common.require(limits(latent, ids, w13, w2, width=width, tuning=tuning), "experts")
     t = tuning or default_tuning(width)
-    units = group_rows(ids)
-    h = gate_up(latent, units, w13, layer, k=ids.shape[1], width=width, betas=betas, tuning=t,
-                interpret=interpret)
-    r = down(h, units, w2, layer, latent=latent.shape[1], tuning=t, interpret=interpret)
+    experts_here = w2.shape[1] // (latent.shape[1] // mxfp4.ROWS)
+    units = plan(ids, experts_here, interpret=interpret)
+    same: dict[str, Any] = dict(wide=wide, tuning=t, interpret=interpret)
+    n, z = latent.shape
+    h = gate_up(latent, units, w13, layer, k=ids.shape[1], width=width, betas=betas, **same)
+    r = down(h, units, w2, layer, rows=n, latent=z, **same)
     r = r.reshape(*ids.shape, -1).astype(jnp.float32)
     return jnp.sum(r * weights[..., None], axis=1)
 
@@ -259,6 +229,7 @@ def gate_up(
     k: int,
     width: int,
     betas: tuple[float, float],
+    wide: bool,
     tuning: Tuning,
     interpret: bool = False,
 ) -> jax.Array:
@@ -270,7 +241,7 @@ def gate_up(
     bf16, f32 = jnp.bfloat16, jnp.float32
     per = z // wgs
     call = common.kernel(
-        _gate_up_body(n, z, k, width, betas, t, interpret),
+        _gate_up_body(n, z, k, width, betas, t, wide, interpret),
         "k3_experts_gate_up",
         interpret=interpret,
         out_type=jax.ShapeDtypeStruct((units.table.shape[0], COLUMNS, width), bf16),
@@ -279,29 +250,36 @@ def gate_up(
         num_threads=wgs,
         thread_name="wg",
         scratch_types=dict(
-            ws=plgpu.SMEM((wgs * t.stages, mxfp4.BLOCK_LINES, mxfp4.LINE), jnp.uint32),
+            ws=plgpu.SMEM((z // BLOCK, mxfp4.BLOCK_LINES, mxfp4.LINE), jnp.uint32),
             xs=plgpu.SMEM((wgs, COLUMNS, per), bf16, transforms=common.tiled(bf16, per)),
-            sums=plgpu.SMEM((wgs, wgs, mxfp4.ROWS, COLUMNS), f32),
-            full=plgpu.Barrier(num_barriers=wgs * t.stages),
-            done=plgpu.Barrier(num_barriers=wgs, num_arrivals=wgs),
-            free=plgpu.Barrier(num_barriers=wgs),
-            **_spare(wgs, BLOCK, interpret),
+            sums=plgpu.SMEM((t.finishers, wgs, mxfp4.ROWS, COLUMNS), f32),
+            full=plgpu.Barrier(num_barriers=z // BLOCK),
+            done=plgpu.Barrier(num_barriers=t.finishers, num_arrivals=wgs),
+            free=plgpu.Barrier(num_barriers=t.finishers),
+            **_spare((wgs, 2), BLOCK, interpret),
         ),
     )
     return call(latent, units.count, units.table, w13, common.layer_operand(layer))
 
 
-def _spare(wgs: int, k: int, interpret: bool) -> dict[str, Any]:
+def _spare(lead: tuple[int, ...], k: int, interpret: bool) -> dict[str, Any]:
     """Scratch for decoded weights, see `mxfp4.decode`."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     bf16 = jnp.bfloat16
-    shape = (wgs, mxfp4.ROWS, k)
+    shape = (*lead, mxfp4.ROWS, k)
     return dict(spare=plgpu.SMEM(shape, bf16, transforms=common.tiled(bf16, k))) if interpret else {}
 
 
 def _gate_up_body(
-    n: int, z: int, k: int, width: int, betas: tuple[float, float], t: Tuning, interpret: bool
+    n: int,
+    z: int,
+    k: int,
+    width: int,
+    betas: tuple[float, float],
+    t: Tuning,
+    wide: bool,
+    interpret: bool,
 ) -> Any:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -317,30 +295,34 @@ def _gate_up_body(
         w,  # u32 [L, E T, lines, 32]
         layer,  # i32 [1]
         h,  # bf16 [U, 8, m]
-        ws,  # u32 [warpgroups * stages, 34, 32]
+        ws,  # u32 [Z / 128, 34, 32]
         xs,  # bf16 [warpgroups, 8, Z / warpgroups]; each warpgroup its part of K
         sums,  # f32 [finisher, warpgroup, 64, 8]
         full,
         done,
         free,
-        spare=None,  # bf16 [warpgroups, 64, 128] in the interpreter
+        spare=None,  # bf16 [warpgroups, 2, 64, 128] in the interpreter
     ):
         cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
-        items = count[0] * tiles
+        items = (k if n == 1 else count[0]) * tiles
         start, end = cta * items // t.ctas, (cta + 1) * items // t.ctas
         mine = end - start
         which = layer[0]
 
-        def issue(g):
-            item = start + g // steps
-            tile = table[item // tiles, 0] * tiles + lax.rem(item, tiles)
-            lines = (wg * steps + lax.rem(g, steps)) * mxfp4.BLOCK_LINES
-            slot = wg * t.stages + lax.rem(g, t.stages)
-            block = w.at[which, tile, pl.ds(lines, mxfp4.BLOCK_LINES)]
-            plgpu.copy_gmem_to_smem(block, ws.at[slot], full.at[slot])
+        def tile_of(item):
+            return table[item // tiles, 0] * tiles + lax.rem(item, tiles)
 
-        for s in range(t.stages):
-            pl.when(s < mine * steps)(lambda s=s: issue(jnp.int32(s)))
+        def issue(tile, j):
+            at = wg * steps + j  # of the item's blocks, each with its own place
+            block = w.at[which, tile, pl.ds(at * mxfp4.BLOCK_LINES, mxfp4.BLOCK_LINES)]
+            plgpu.copy_gmem_to_smem(block, ws.at[at], full.at[at])
+
+        @pl.when(mine > 0)
+        def _():
+            tile = tile_of(start)
+            for j in range(steps):
+                issue(tile, j)
+
         if dense:
             pl.when(mine > 0)(lambda: _stage(x, xs, wg, z // wgs, range(n), interpret))
 
@@ -350,8 +332,8 @@ def _gate_up_body(
                 pl.when(unit != previous)(
                     lambda: _stage_gathered(x, table, unit, k, xs, wg, z // wgs, interpret)
                 )
-            finisher = lax.rem(i, wgs)
-            pl.when(i >= wgs)(lambda: plgpu.barrier_wait(free.at[finisher]))
+            finisher = lax.rem(i, t.finishers)
+            pl.when(i >= t.finishers)(lambda: plgpu.barrier_wait(free.at[finisher]))
             sums[finisher, wg] = pl.run_scoped(
                 lambda acc: accumulate(acc, i), plgpu.ACC((mxfp4.ROWS, COLUMNS), jnp.float32)
             )
@@ -367,20 +349,23 @@ def _gate_up_body(
             return unit
 
         def accumulate(acc, i):
-            def step(j, _):
-                g = i * steps + j
-                slot = wg * t.stages + lax.rem(g, t.stages)
-                plgpu.barrier_wait(full.at[slot])
-                a = mxfp4.decode(ws.at[slot], BLOCK, None if spare is None else spare.at[wg])
-                pl.when(g + t.stages < mine * steps)(lambda: issue(g + t.stages))
+            more = i + 1 < mine
+            following = tile_of(jnp.minimum(start + i + 1, jnp.maximum(items - 1, 0)))
+
+            def step(j, _):  # the product of a block runs while the next one is decoded
+                at = wg * steps + j
+                plgpu.barrier_wait(full.at[at])
+                into = None if spare is None else spare.at[wg, lax.rem(j, 2)]
+                a = mxfp4.decode(ws.at[at], BLOCK, wide, into)
+                pl.when(more)(lambda: issue(following, j))
                 plgpu.wgmma(acc, a, common.tref(xs.at[wg, :, pl.ds(j * BLOCK, BLOCK)]))
-                plgpu.wgmma_wait(0)
+                plgpu.wgmma_wait(1)
 
             lax.fori_loop(0, steps, step, None)
             return acc[...]
 
         lax.fori_loop(0, mine, item_step, jnp.int32(-1))
-        for f in range(wgs):  # nobody leaves with an arrival unseen
+        for f in range(t.finishers):  # nobody leaves with an arrival unseen
             pl.when(mine > f)(lambda f=f: plgpu.barrier_wait(free.at[f]))
 
     return body
@@ -501,7 +486,9 @@ def down(
     w2: jax.Array,
     layer: int | jax.Array,
     *,
+    rows: int,
     latent: int,
+    wide: bool,
     tuning: Tuning,
     interpret: bool = False,
 ) -> jax.Array:
@@ -509,13 +496,13 @@ def down(
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     pairs, _, width = h.shape
-    t, wgs = tuning, tuning.warpgroups
+    t, wgs = tuning, tuning.down_warpgroups
     ring = wgs * t.down_stages
     bf16 = jnp.bfloat16
     span = t.down_tiles * mxfp4.ROWS
     lines = mxfp4.tile_lines(width)
     call = common.kernel(
-        _down_body(latent, width, t),
+        _down_body(rows, pairs, latent, width, t, wide),
         "k3_experts_down",
         interpret=interpret,
         out_type=jax.ShapeDtypeStruct((pairs, latent), bf16),
@@ -528,17 +515,17 @@ def down(
             hs=plgpu.SMEM((ring, COLUMNS, width), bf16, transforms=common.tiled(bf16, width)),
             rs=plgpu.SMEM((wgs, COLUMNS, span), bf16),
             full=plgpu.Barrier(num_barriers=ring, num_arrivals=2),
-            **_spare(wgs, width, interpret),
+            **_spare((wgs, t.down_tiles), width, interpret),
         ),
     )
     return call(h, units.count, units.table, w2, common.layer_operand(layer))
 
 
-def _down_body(z: int, width: int, t: Tuning) -> Any:
+def _down_body(n: int, pairs: int, z: int, width: int, t: Tuning, wide: bool) -> Any:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    wgs, depth = t.warpgroups, t.down_stages
+    wgs, depth = t.down_warpgroups, t.down_stages
     span = t.down_tiles * mxfp4.ROWS
     groups = z // span  # items per unit
 
@@ -553,12 +540,12 @@ def _down_body(z: int, width: int, t: Tuning) -> Any:
         hs,  # bf16 [warpgroups * stages, 8, m]
         rs,  # bf16 [warpgroups, 8, 64 tiles]
         full,
-        spare=None,  # bf16 [warpgroups, 64, m] in the interpreter
+        spare=None,  # bf16 [warpgroups, tiles, 64, m] in the interpreter
     ):
         cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
         first = wg * t.ctas + cta  # items first, first + stride, ...: every CTA gets some early
         stride = wgs * t.ctas
-        items = count[0] * groups
+        items = (pairs if n == 1 else count[0]) * groups
         mine = (items - first + stride - 1) // stride
         which = layer[0]
 
@@ -580,11 +567,9 @@ def _down_body(z: int, width: int, t: Tuning) -> Any:
             slot = wg * depth + lax.rem(i, depth)
             plgpu.barrier_wait(full.at[slot])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # rs is free again
-            for tile in range(t.down_tiles):
-                y = pl.run_scoped(
-                    lambda acc, tile=tile: product(acc, slot, tile),
-                    plgpu.ACC((mxfp4.ROWS, COLUMNS), jnp.float32),
-                )
+            accs = [plgpu.ACC((mxfp4.ROWS, COLUMNS), jnp.float32)] * t.down_tiles
+            products = pl.run_scoped(lambda *accs: multiply(accs, slot), *accs)
+            for tile, y in enumerate(products):
                 out = rs.at[wg, :, pl.ds(tile * mxfp4.ROWS, mxfp4.ROWS)]
                 common.tref(out)[...] = y.astype(jnp.bfloat16)
             plgpu.commit_smem()
@@ -597,15 +582,16 @@ def _down_body(z: int, width: int, t: Tuning) -> Any:
 
             lax.fori_loop(0, table[unit, 1], store, None)
 
-        def product(acc, slot, tile):
-            for k0 in range(0, width, 128):
-                size = min(128, width - k0)
-                lines = pl.ds(k0 // 64 * mxfp4.TAIL_LINES, size // 64 * mxfp4.TAIL_LINES)
-                into = None if spare is None else spare.at[wg, :, pl.ds(k0, size)]
-                a = mxfp4.decode(ws.at[slot, tile, lines], size, into)
-                plgpu.wgmma(acc, a, common.tref(hs.at[slot, :, pl.ds(k0, size)]))
-            plgpu.wgmma_wait(0)
-            return acc[...]
+        def multiply(accs, slot):
+            for tile, acc in enumerate(accs):
+                for k0 in range(0, width, 128):
+                    size = min(128, width - k0)
+                    lines = pl.ds(k0 // 64 * mxfp4.TAIL_LINES, size // 64 * mxfp4.TAIL_LINES)
+                    into = None if spare is None else spare.at[wg, tile, :, pl.ds(k0, size)]
+                    a = mxfp4.decode(ws.at[slot, tile, lines], size, wide, into)
+                    plgpu.wgmma(acc, a, common.tref(hs.at[slot, :, pl.ds(k0, size)]))
+                    plgpu.wgmma_wait(1)
+            return tuple(acc[...] for acc in accs)
 
         lax.fori_loop(0, mine, item_step, None)
         plgpu.wait_smem_to_gmem(0)

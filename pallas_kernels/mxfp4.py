@@ -154,12 +154,8 @@ def decode_twin(lines: jax.Array, k: int) -> jax.Array:
 
 
 # Nibbles p and p + 4 of a word, one per 16-bit half: sign to bit 15, magnitude to bits 6..8 by one
-# multiplication (it runs beside the logic unit), which as bf16 is the value times 2^-126. Two exact
-# multiplications follow: by 2^126, then by the scale. One by their product would overflow for scale
-# bytes above 128.
-_DECODE = """
-{
-.reg .b32 h, a0, a1, a2, a3;
+# multiplication (it runs beside the logic unit), which as bf16 is the value times 2^-126.
+_SPREAD = """
 shr.b32 h, $4, 8;
 and.b32 a0, $4, 0x000F000F;
 and.b32 a1, $4, 0x00F000F0;
@@ -173,29 +169,23 @@ and.b32 a0, a0, 0x81C081C0;
 and.b32 a1, a1, 0x81C081C0;
 and.b32 a2, a2, 0x81C081C0;
 and.b32 a3, a3, 0x81C081C0;
-mul.rn.bf16x2 a0, a0, $6;
-mul.rn.bf16x2 a1, a1, $6;
-mul.rn.bf16x2 a2, a2, $6;
-mul.rn.bf16x2 a3, a3, $6;
-mul.rn.bf16x2 $0, a0, $5;
-mul.rn.bf16x2 $1, a1, $5;
-mul.rn.bf16x2 $2, a2, $5;
-mul.rn.bf16x2 $3, a3, $5;
-}
 """
+_DECLARE = "{\n.reg .b32 h, a0, a1, a2, a3;\n"
+_UP = "".join(f"mul.rn.bf16x2 a{p}, a{p}, $6;\n" for p in range(4))
+_SCALED = "".join(f"mul.rn.bf16x2 ${p}, a{p}, $5;\n" for p in range(4)) + "}"
+# Two exact multiplications, by 2^126 and by the scale; or, for scale bytes up to 128, one by their
+# product, which beyond would overflow.
+_WIDE = _DECLARE + _SPREAD + _UP + _SCALED
+_NARROW = _DECLARE + _SPREAD + _SCALED
 # A scale byte s in both halves as bf16 2^(s - 127): s << 7, and the subnormal 2^-127 for s = 0.
-_SCALE = """
-{
-.reg .b32 t;
-prmt.b32 t, $1, 0, SELECT;
-shr.b32 t, t, 1;
-max.u16x2 $0, t, $2;
-}
-"""
+_WIDE_SCALE = "{ .reg .b32 t; prmt.b32 t, $1, 0, SELECT; shr.b32 t, t, 1; max.u16x2 $0, t, $2; }"
+# The same times 2^126: (s + 126) << 7.
+_NARROW_SCALE = "{ .reg .b32 t; prmt.b32 t, $1, 0, SELECT; shr.b32 t, t, 1; add.u32 $0, t, $2; }"
 _SELECT = ("0x0404", "0x1414")  # byte 0 or 1 to the upper byte of both halves
+NARROW_LIMIT = 128  # largest scale byte of the narrow form
 
 
-def _decode_registers(ref: Any, k: int) -> Any:
+def _decode_registers(ref: Any, k: int, wide: bool) -> Any:
     reg = common.Registers()
     thread, base = reg.thread(), reg.shared_address(ref)
     load = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
@@ -211,24 +201,26 @@ def _decode_registers(ref: Any, k: int) -> Any:
     load_scale = "{ .reg .b16 s; ld.shared.b16 s, [$1]; cvt.u32.u16 $0, s; }"
     (both,) = reg.ptx(load_scale, scale_at, results=1, volatile=True)
     reg.barrier()  # every warp has read the block: it may be overwritten
-    tiny, up = reg.constant(0x00400040), reg.constant(0x7E807E80)
+    text, scale_text = (_WIDE, _WIDE_SCALE) if wide else (_NARROW, _NARROW_SCALE)
+    bias = reg.constant(0x00400040 if wide else 0x3F003F00)
+    up = (reg.constant(0x7E807E80),) if wide else ()
     layout = reg.fa.WGMMA_LAYOUT
     out = np.empty(layout.registers_shape((ROWS, k)), dtype=object)
     flat = out.reshape(k // 8, 2)
     for half in (0, 1):
-        text = _SCALE.replace("SELECT", _SELECT[half])
-        (factor,) = reg.ptx(text, both, tiny, results=1)
+        (factor,) = reg.ptx(scale_text.replace("SELECT", _SELECT[half]), both, bias, results=1)
         for i, word in enumerate(words[half]):
-            pairs = reg.ptx(_DECODE, word, factor, up, results=4)
+            pairs = reg.ptx(text, word, factor, *up, results=4)
             for p, pair in enumerate(pairs):
                 flat[i * 4 + p, half] = reg.as_bf16x2(pair)
     return reg.fa.FragmentedArray(_registers=out, _layout=layout, _is_signed=None)
 
 
-def decode(ref: Any, k: int, spare: Any = None) -> Any:
+def decode(ref: Any, k: int, wide: bool, spare: Any = None) -> Any:
     """bf16 [64, k] of one block in shared memory, as the A operand of wgmma.
 
-    The block may be overwritten when this returns (all warps of the warpgroup have read it). The
+    `wide` False takes scale bytes up to 128 only. The block may be overwritten when this returns
+    (all warps of the warpgroup have read it). The
     interpreter has neither the register code nor products with A in registers: there `spare`, a
     shared-memory ref [64, k], takes what `decode_twin` makes of the block.
     """
@@ -240,4 +232,4 @@ def decode(ref: Any, k: int, spare: Any = None) -> Any:
         return spare
     out = plgpu.ShapeDtypeStruct((ROWS, k), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
     call = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=out)
-    return call(lambda _, block: _decode_registers(block, k))(ref)
+    return call(lambda _, block: _decode_registers(block, k, wide))(ref)
