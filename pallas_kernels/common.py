@@ -150,18 +150,18 @@ class Registers:
         self.ir, self.arith, self.llvm, self.vector = ir, arith, llvm, vector
         self.fa, self.utils = fragmented_array, utils
         self.i32 = ir.IntegerType.get_signless(32)
-        self.bf16x2 = ir.VectorType.get((2,), ir.BF16Type.get())
+        self.f32 = ir.F32Type.get()
 
-    def ptx(self, text: str, *args: Any, results: int = 0, volatile: bool = False) -> Any:
-        """Inline PTX on i32 operands; `results` 32-bit results, numbered from $0."""
-        types = [self.i32] * results
-        out = self.utils.inline_ptx(
+    def ptx(
+        self, text: str, *args: Any, results: int = 0, kind: Any = None, volatile: bool = False
+    ) -> Any:
+        """Inline PTX; `results` results of type `kind` (default i32), numbered from $0."""
+        return self.utils.inline_ptx(
             text,
             *args,
-            result_types=None if not results else types,
+            result_types=[kind or self.i32] * results if results else None,
             has_side_effects=volatile or not results,
         )
-        return out
 
     def constant(self, value: int) -> Any:
         """An i32 constant."""
@@ -197,11 +197,19 @@ class Registers:
 
     def as_f32(self, word: Any) -> Any:
         """A 32-bit register as f32."""
-        return self.llvm.bitcast(self.ir.F32Type.get(), word)
+        return self.llvm.bitcast(self.f32, word)
 
-    def as_bf16x2(self, word: Any) -> Any:
-        """A 32-bit register as two bf16 numbers, low half first."""
-        return self.llvm.bitcast(self.bf16x2, word)
+    def pair(self, register: Any) -> list[Any]:
+        """The two f32 numbers of a register of two."""
+        return [self.llvm.extractelement(register, self.constant(i)) for i in (0, 1)]
+
+    def paired(self, first: Any, second: Any) -> Any:
+        """A register of two f32 numbers."""
+        kind = self.ir.VectorType.get((2,), self.f32)
+        both = self.llvm.mlir_undef(kind)
+        for i, value in enumerate((first, second)):
+            both = self.llvm.insertelement(both, value, self.constant(i))
+        return both
 
     def cluster_barrier(self) -> None:
         """Wait for all threads of the cluster; shared memory written before is visible after."""

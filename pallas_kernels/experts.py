@@ -70,7 +70,7 @@ def pack(
     """The checkpoint's arrays [.., E, rows, columns] -> (w13, w2) as the kernels read them.
 
     A tile of W13 holds 32 gate rows and the 32 up rows that belong to them, in the order in which
-    W2's product wants its K (`mxfp4.k_order`), so that h needs no permutation.
+    W2's product wants its K (`mxfp4.unit_rows`), so that h needs no permutation.
     """
     rows = _w13_rows(w13_packed.shape[-2] // 2)
     w13 = mxfp4.pack(w13_packed[..., rows, :], w13_scale[..., rows, :])
@@ -97,7 +97,7 @@ def unpack(
 
 
 def _w13_rows(width: int) -> jax.Array:
-    order = jnp.asarray(mxfp4.k_order(width)).reshape(-1, 1, HALF)
+    order = jnp.asarray(mxfp4.unit_rows(width))[:, None]
     return jnp.concatenate([order, order + width], axis=1).reshape(-1)
 
 
@@ -233,42 +233,31 @@ def gate_up(
     tuning: Tuning,
     interpret: bool = False,
 ) -> jax.Array:
-    """h [U, 8, m] bf16 = SiTU(W13 x) of every unit; rows of units beyond the count are not set."""
+    """h [U, m/32, 8, 32] bf16 = SiTU(W13 x) of every unit, as `mxfp4.multiply` reads it."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     n, z = latent.shape
     t, wgs = tuning, tuning.warpgroups
     bf16, f32 = jnp.bfloat16, jnp.float32
-    per = z // wgs
     call = common.kernel(
         _gate_up_body(n, z, k, width, betas, t, wide, interpret),
         "k3_experts_gate_up",
         interpret=interpret,
-        out_type=jax.ShapeDtypeStruct((units.table.shape[0], COLUMNS, width), bf16),
+        out_type=jax.ShapeDtypeStruct((units.table.shape[0], width // HALF, COLUMNS, HALF), bf16),
         grid=(t.ctas,),
         grid_names=("cta",),
         num_threads=wgs,
         thread_name="wg",
         scratch_types=dict(
             ws=plgpu.SMEM((z // BLOCK, mxfp4.BLOCK_LINES, mxfp4.LINE), jnp.uint32),
-            xs=plgpu.SMEM((wgs, COLUMNS, per), bf16, transforms=common.tiled(bf16, per)),
+            xs=plgpu.SMEM((z // 32, COLUMNS, 32), bf16),
             sums=plgpu.SMEM((t.finishers, wgs, mxfp4.ROWS, COLUMNS), f32),
             full=plgpu.Barrier(num_barriers=z // BLOCK),
             done=plgpu.Barrier(num_barriers=t.finishers, num_arrivals=wgs),
             free=plgpu.Barrier(num_barriers=t.finishers),
-            **_spare((wgs, 2), BLOCK, interpret),
         ),
     )
     return call(latent, units.count, units.table, w13, common.layer_operand(layer))
-
-
-def _spare(lead: tuple[int, ...], k: int, interpret: bool) -> dict[str, Any]:
-    """Scratch for decoded weights, see `mxfp4.decode`."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    bf16 = jnp.bfloat16
-    shape = (*lead, mxfp4.ROWS, k)
-    return dict(spare=plgpu.SMEM(shape, bf16, transforms=common.tiled(bf16, k))) if interpret else {}
 
 
 def _gate_up_body(
@@ -294,14 +283,13 @@ def _gate_up_body(
         table,  # i32 [U, 10]
         w,  # u32 [L, E T, lines, 32]
         layer,  # i32 [1]
-        h,  # bf16 [U, 8, m]
+        h,  # bf16 [U, m/32, 8, 32]
         ws,  # u32 [Z / 128, 34, 32]
-        xs,  # bf16 [warpgroups, 8, Z / warpgroups]; each warpgroup its part of K
+        xs,  # bf16 [Z/32, 8, 32]; each warpgroup stages and reads its part of K
         sums,  # f32 [finisher, warpgroup, 64, 8]
         full,
         done,
         free,
-        spare=None,  # bf16 [warpgroups, 2, 64, 128] in the interpreter
     ):
         cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
         items = (k if n == 1 else count[0]) * tiles
@@ -333,36 +321,33 @@ def _gate_up_body(
                     lambda: _stage_gathered(x, table, unit, k, xs, wg, z // wgs, interpret)
                 )
             finisher = lax.rem(i, t.finishers)
+            y = product(i)
             pl.when(i >= t.finishers)(lambda: plgpu.barrier_wait(free.at[finisher]))
-            sums[finisher, wg] = pl.run_scoped(
-                lambda acc: accumulate(acc, i), plgpu.ACC((mxfp4.ROWS, COLUMNS), jnp.float32)
-            )
+            sums[finisher, wg] = y
             plgpu.barrier_arrive(done.at[finisher])
 
             @pl.when(wg == finisher)
             def _():
                 plgpu.barrier_wait(done.at[finisher])
-                columns = pl.ds(lax.rem(start + i, tiles) * HALF, HALF)
-                h[unit, :, columns] = _situ_of_sums(sums.at[finisher], wgs, betas)
+                tile = lax.rem(start + i, tiles)
+                h[unit, tile] = _situ_of_sums(sums.at[finisher], wgs, betas)
                 plgpu.barrier_arrive(free.at[finisher])
 
             return unit
 
-        def accumulate(acc, i):
+        def product(i):
             more = i + 1 < mine
             following = tile_of(jnp.minimum(start + i + 1, jnp.maximum(items - 1, 0)))
 
-            def step(j, _):  # the product of a block runs while the next one is decoded
+            def step(j, acc):
                 at = wg * steps + j
                 plgpu.barrier_wait(full.at[at])
-                into = None if spare is None else spare.at[wg, lax.rem(j, 2)]
-                a = mxfp4.decode(ws.at[at], BLOCK, wide, into)
+                operand = xs.at[pl.ds(at * (BLOCK // 32), BLOCK // 32)]
+                acc = mxfp4.multiply(acc, ws.at[at], operand, BLOCK, wide=wide, interpret=interpret)
                 pl.when(more)(lambda: issue(following, j))
-                plgpu.wgmma(acc, a, common.tref(xs.at[wg, :, pl.ds(j * BLOCK, BLOCK)]))
-                plgpu.wgmma_wait(1)
+                return acc
 
-            lax.fori_loop(0, steps, step, None)
-            return acc[...]
+            return lax.fori_loop(0, steps, step, mxfp4.zeros())
 
         lax.fori_loop(0, mine, item_step, jnp.int32(-1))
         for f in range(t.finishers):  # nobody leaves with an arrival unseen
@@ -410,30 +395,30 @@ def _stage(
 
     def one(c: int, row: Any) -> None:
         source = x.at[row, pl.ds(wg * per, per)]
+        target = xs.at[pl.ds(wg * (per // 32), per // 32)]
         if interpret:
-            xs[wg, c] = mxfp4.in_k_order(source[...])
+            target[:, c] = mxfp4.operand_order(source[...][None])[:, 0]
             return
-        call = plgpu.inline_mgpu(
-            arg_types=(plgpu.RefType(), plgpu.RefType(common.tiled(jnp.bfloat16, per)))
-        )
-        call(lambda _, a, b: _stage_registers(a, b, c, per))(source, xs.at[wg])
+        call = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+        call(lambda _, a, b: _stage_registers(a, b, c, per))(source, target)
 
+    if not interpret:
+        # what was multiplied with the old rows is done in every warp
+        plgpu.inline_mgpu()(lambda _: common.Registers().barrier())()
     for c, row in enumerate(rows):
         if count is None:
             one(c, row)
         else:
             pl.when(c < count)(lambda c=c, row=row: one(c, row))
     if not interpret:
-        publish = plgpu.inline_mgpu()
-        publish(lambda _: common.Registers().fence_and_barrier())()
+        plgpu.inline_mgpu()(lambda _: common.Registers().barrier())()
 
 
-# 8 neighbours of x (the order is e, p) become four pairs, 16 bytes apart in a row of 128 bytes; the
-# 16-byte places of a row are permuted by the row's number (128-byte swizzle).
+# 8 neighbours of x (their order is e, p) become four pairs, 16 bytes, of the place [column, q].
 _STAGE = """
 {
 .reg .pred in;
-.reg .b32 r0, r1, r2, r3, p0, p1, p2, p3, at;
+.reg .b32 r0, r1, r2, r3, p0, p1, p2, p3, at, t;
 .reg .b64 from;
 setp.lt.u32 in, $0, COUNT;
 mul.wide.u32 from, $0, 16;
@@ -443,18 +428,16 @@ prmt.b32 p0, r0, r2, 0x5410;
 prmt.b32 p1, r0, r2, 0x7632;
 prmt.b32 p2, r1, r3, 0x5410;
 prmt.b32 p3, r1, r3, 0x7632;
-xor.b32 at, $3, XOR0;
+shr.u32 at, $0, 4;
+shl.b32 at, at, 2;
+and.b32 t, $0, 3;
+add.u32 at, at, t;
+shl.b32 at, at, 9;
+and.b32 t, $0, 12;
+shl.b32 t, t, 2;
+add.u32 at, at, t;
 add.u32 at, at, $2;
-@in st.shared.b32 [at], p0;
-xor.b32 at, $3, XOR1;
-add.u32 at, at, $2;
-@in st.shared.b32 [at], p1;
-xor.b32 at, $3, XOR2;
-add.u32 at, at, $2;
-@in st.shared.b32 [at], p2;
-xor.b32 at, $3, XOR3;
-add.u32 at, at, $2;
-@in st.shared.b32 [at], p3;
+@in st.shared.v4.b32 [at+COLUMN], {p0, p1, p2, p3};
 }
 """
 
@@ -463,21 +446,9 @@ def _stage_registers(source: Any, target: Any, column: int, per: int) -> None:
     reg = common.Registers()
     thread = reg.thread()
     base, address = reg.shared_address(target), reg.global_address(source)
-    reg.barrier()  # the products that read this place are done in every warp
-    text = _STAGE.replace("COUNT", str(per // 8))
-    for p in range(4):
-        text = text.replace(f"XOR{p}", str((p ^ column) * 16))
-    for first in range(0, per // 8, 128):
-        v = reg.add(thread, first)  # 8 numbers: block v / 16, q = v / 4 % 4, word i = v % 4
-        # tile of 64 positions (1024 bytes) 2 block + i / 2, its row `column`, half i % 2, pair q
-        where = reg.ptx(
-            "{ .reg .b32 a, b; shr.u32 a, $1, 4; shl.b32 a, a, 11; and.b32 b, $1, 2;"
-            " shl.b32 b, b, 9; or.b32 a, a, b; and.b32 b, $1, 1; shl.b32 b, b, 6; or.b32 a, a, b;"
-            " and.b32 b, $1, 12; or.b32 $0, a, b; }",
-            v,
-            results=1,
-        )[0]
-        reg.ptx(text, v, address, reg.add(base, column * 128), where, volatile=True)
+    text = _STAGE.replace("COUNT", str(per // 8)).replace("COLUMN", str(64 * column))
+    for first in range(0, per // 8, 128):  # 8 numbers: block v / 16, q = v / 4 % 4, word v % 4
+        reg.ptx(text, reg.add(thread, first), address, base, volatile=True)
 
 
 def down(
@@ -495,14 +466,14 @@ def down(
     """r [P, Z] bf16 = W2 h for every pair (each pair belongs to exactly one unit)."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    pairs, _, width = h.shape
+    pairs, width = h.shape[0], h.shape[1] * HALF
     t, wgs = tuning, tuning.down_warpgroups
     ring = wgs * t.down_stages
     bf16 = jnp.bfloat16
     span = t.down_tiles * mxfp4.ROWS
     lines = mxfp4.tile_lines(width)
     call = common.kernel(
-        _down_body(rows, pairs, latent, width, t, wide),
+        _down_body(rows, pairs, latent, width, t, wide, interpret),
         "k3_experts_down",
         interpret=interpret,
         out_type=jax.ShapeDtypeStruct((pairs, latent), bf16),
@@ -512,16 +483,17 @@ def down(
         thread_name="wg",
         scratch_types=dict(
             ws=plgpu.SMEM((ring, t.down_tiles, lines, mxfp4.LINE), jnp.uint32),
-            hs=plgpu.SMEM((ring, COLUMNS, width), bf16, transforms=common.tiled(bf16, width)),
+            hs=plgpu.SMEM((ring, width // 32, COLUMNS, 32), bf16),
             rs=plgpu.SMEM((wgs, COLUMNS, span), bf16),
             full=plgpu.Barrier(num_barriers=ring, num_arrivals=2),
-            **_spare((wgs, t.down_tiles), width, interpret),
         ),
     )
     return call(h, units.count, units.table, w2, common.layer_operand(layer))
 
 
-def _down_body(n: int, pairs: int, z: int, width: int, t: Tuning, wide: bool) -> Any:
+def _down_body(
+    n: int, pairs: int, z: int, width: int, t: Tuning, wide: bool, interpret: bool
+) -> Any:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -530,17 +502,16 @@ def _down_body(n: int, pairs: int, z: int, width: int, t: Tuning, wide: bool) ->
     groups = z // span  # items per unit
 
     def body(
-        h,  # bf16 [U, 8, m]
+        h,  # bf16 [U, m/32, 8, 32]
         count,  # i32 [1]
         table,  # i32 [U, 10]
         w,  # u32 [L, E Z/64, lines, 32]
         layer,  # i32 [1]
         r,  # bf16 [P, Z]
         ws,  # u32 [warpgroups * stages, tiles, lines, 32]
-        hs,  # bf16 [warpgroups * stages, 8, m]
+        hs,  # bf16 [warpgroups * stages, m/32, 8, 32]
         rs,  # bf16 [warpgroups, 8, 64 tiles]
         full,
-        spare=None,  # bf16 [warpgroups, tiles, 64, m] in the interpreter
     ):
         cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
         first = wg * t.ctas + cta  # items first, first + stride, ...: every CTA gets some early
@@ -567,11 +538,9 @@ def _down_body(n: int, pairs: int, z: int, width: int, t: Tuning, wide: bool) ->
             slot = wg * depth + lax.rem(i, depth)
             plgpu.barrier_wait(full.at[slot])
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # rs is free again
-            accs = [plgpu.ACC((mxfp4.ROWS, COLUMNS), jnp.float32)] * t.down_tiles
-            products = pl.run_scoped(lambda *accs: multiply(accs, slot), *accs)
-            for tile, y in enumerate(products):
+            for tile in range(t.down_tiles):
                 out = rs.at[wg, :, pl.ds(tile * mxfp4.ROWS, mxfp4.ROWS)]
-                common.tref(out)[...] = y.astype(jnp.bfloat16)
+                common.tref(out)[...] = product(slot, tile).astype(jnp.bfloat16)
             plgpu.commit_smem()
             pl.when(i + depth < mine)(lambda: issue(i + depth))
 
@@ -582,16 +551,16 @@ def _down_body(n: int, pairs: int, z: int, width: int, t: Tuning, wide: bool) ->
 
             lax.fori_loop(0, table[unit, 1], store, None)
 
-        def multiply(accs, slot):
-            for tile, acc in enumerate(accs):
-                for k0 in range(0, width, 128):
-                    size = min(128, width - k0)
-                    lines = pl.ds(k0 // 64 * mxfp4.TAIL_LINES, size // 64 * mxfp4.TAIL_LINES)
-                    into = None if spare is None else spare.at[wg, tile, :, pl.ds(k0, size)]
-                    a = mxfp4.decode(ws.at[slot, tile, lines], size, wide, into)
-                    plgpu.wgmma(acc, a, common.tref(hs.at[slot, :, pl.ds(k0, size)]))
-                    plgpu.wgmma_wait(1)
-            return tuple(acc[...] for acc in accs)
+        def product(slot, tile):
+            acc = mxfp4.zeros()
+            for k0 in range(0, width, 128):
+                size = min(128, width - k0)
+                lines = pl.ds(k0 // 64 * mxfp4.TAIL_LINES, size // 64 * mxfp4.TAIL_LINES)
+                operand = hs.at[slot, pl.ds(k0 // 32, size // 32)]
+                acc = mxfp4.multiply(
+                    acc, ws.at[slot, tile, lines], operand, size, wide=wide, interpret=interpret
+                )
+            return acc
 
         lax.fori_loop(0, mine, item_step, None)
         plgpu.wait_smem_to_gmem(0)

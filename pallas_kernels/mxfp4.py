@@ -6,7 +6,7 @@ where K = 64 mod 128, a last block of half the size. The bytes are those of the 
 another order, so one array serves both backends (`unpack` gives the checkpoint's order back).
 
 Order inside a block of 128, for the 128 threads of a warpgroup (warp w, g = lane / 4, q = lane % 4;
-a wgmma A operand puts rows 16 w + g and 16 w + 8 + g there):
+the tensor core wants rows 16 w + g and 16 w + 8 + g there):
 
     codes   [half, w, g, q, 16 bytes]   row 16 w + 8 half + g, its scale group q of the block
     scales  [w, g, q, half]
@@ -15,9 +15,14 @@ and of a block of 64: codes [w, g, q, half, 8 bytes] (half a group each), scales
 A thread so reads 16 bytes at a time, all of one scale group, without bank conflicts, and one TMA
 copy of contiguous bytes brings a block.
 
-The tensor core sees K in another order than the checkpoint (`k_order`): a 32-bit word holds eight
-neighbours, and nibbles p and p + 4 of it become one pair of bf16 numbers. Whoever supplies the
-other operand permutes it; a sum over K does not care.
+Along K the tensor core sees another order than the checkpoint (`k_order`): word i of lane q holds
+eight neighbours, and its nibbles p and p + 4 become one pair of bf16 numbers (e = 0, 1). The other
+operand, 8 columns of K numbers, is stored as the lanes want it: for each 32 positions [column, q, p,
+e] (`operand_order`), so that a lane's share of a block is 16 bytes four times. A sum over K does not
+care about its order.
+
+The products are `mma.sync` m16n8k16, not wgmma: with 8 columns wgmma wins nothing, and its registers
+would have to be waited for before the next block could be decoded.
 """
 
 from __future__ import annotations
@@ -55,9 +60,17 @@ def k_order(k: int) -> np.ndarray:
     return np.concatenate(out).astype(np.int32)
 
 
-def in_k_order(x: jax.Array) -> jax.Array:
-    """`x[k_order]` for x [K], K a multiple of 128, without an index array."""
-    return x.reshape(-1, 4, 4, 2, 4).transpose(0, 2, 4, 1, 3).reshape(-1)
+def operand_order(x: jax.Array) -> jax.Array:
+    """bf16 [8, K] in natural order -> [K/32, 8, 32] as `multiply` reads it; K a multiple of 128."""
+    n, k = x.shape
+    parts = x.reshape(n, k // 128, 4, 4, 2, 4)  # column, block, q, word, e, p
+    return parts.transpose(1, 3, 0, 2, 5, 4).reshape(k // 32, n, 32)
+
+
+def unit_rows(k: int) -> np.ndarray:
+    """Natural indices along K in the order [K/32, 32] of one column of the operand."""
+    order = k_order(k).reshape(-1, 4, 4, 2)  # 32 positions each: p, q, e
+    return order.transpose(0, 2, 1, 3).reshape(-1, 32)
 
 
 def pack(packed: jax.Array, scale: jax.Array) -> jax.Array:
@@ -185,51 +198,84 @@ _SELECT = ("0x0404", "0x1414")  # byte 0 or 1 to the upper byte of both halves
 NARROW_LIMIT = 128  # largest scale byte of the narrow form
 
 
-def _decode_registers(ref: Any, k: int, wide: bool) -> Any:
+_MMA = (
+    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+    " {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+)
+_LOAD4 = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
+_LOAD_SCALE = "{ .reg .b16 s; ld.shared.b16 s, [$1]; cvt.u32.u16 $0, s; }"
+
+
+def _multiply_registers(acc: Any, block: Any, operand: Any, k: int, wide: bool) -> Any:
     reg = common.Registers()
-    thread, base = reg.thread(), reg.shared_address(ref)
-    load = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
+    thread, base = reg.thread(), reg.shared_address(block)
     at = reg.add(base, reg.mul(thread, 16))
     if k == 128:
-        words = [reg.ptx(load, reg.add(at, half * 2048), results=4, volatile=True) for half in (0, 1)]
+        words = [
+            reg.ptx(_LOAD4, reg.add(at, half * 2048), results=4, volatile=True) for half in (0, 1)
+        ]
         scale_at = reg.add(reg.add(base, 4096), reg.mul(thread, 2))
     else:
-        four = reg.ptx(load, at, results=4, volatile=True)
+        four = reg.ptx(_LOAD4, at, results=4, volatile=True)
         words = [four[:2], four[2:]]
         pair = reg.ptx("and.b32 $0, $1, 0xFFFFFFFE;", thread, results=1)[0]  # 2 (thread / 2)
         scale_at = reg.add(reg.add(base, 2048), pair)
-    load_scale = "{ .reg .b16 s; ld.shared.b16 s, [$1]; cvt.u32.u16 $0, s; }"
-    (both,) = reg.ptx(load_scale, scale_at, results=1, volatile=True)
+    (both,) = reg.ptx(_LOAD_SCALE, scale_at, results=1, volatile=True)
     reg.barrier()  # every warp has read the block: it may be overwritten
     text, scale_text = (_WIDE, _WIDE_SCALE) if wide else (_NARROW, _NARROW_SCALE)
     bias = reg.constant(0x00400040 if wide else 0x3F003F00)
     up = (reg.constant(0x7E807E80),) if wide else ()
-    layout = reg.fa.WGMMA_LAYOUT
-    out = np.empty(layout.registers_shape((ROWS, k)), dtype=object)
-    flat = out.reshape(k // 8, 2)
-    for half in (0, 1):
-        (factor,) = reg.ptx(scale_text.replace("SELECT", _SELECT[half]), both, bias, results=1)
-        for i, word in enumerate(words[half]):
-            pairs = reg.ptx(text, word, factor, *up, results=4)
-            for p, pair in enumerate(pairs):
-                flat[i * 4 + p, half] = reg.as_bf16x2(pair)
-    return reg.fa.FragmentedArray(_registers=out, _layout=layout, _is_signed=None)
+    factors = [
+        reg.ptx(scale_text.replace("SELECT", select), both, bias, results=1)[0]
+        for select in _SELECT
+    ]
+    lane = reg.ptx("and.b32 $0, $1, 31;", thread, results=1)[0]
+    x_at = reg.add(reg.shared_address(operand), reg.mul(lane, 16))
+    flat = acc.registers.reshape(2)
+    sums = [v for half in (0, 1) for v in reg.pair(flat[half])]
+    for i in range(k // 32):
+        x = reg.ptx(_LOAD4, reg.add(x_at, 512 * i), results=4, volatile=True)
+        a = [reg.ptx(text, words[half][i], factors[half], *up, results=4) for half in (0, 1)]
+        for p in (0, 2):
+            rows = a[0][p], a[1][p], a[0][p + 1], a[1][p + 1]
+            sums = reg.ptx(_MMA, *rows, x[p], x[p + 1], *sums, results=4, kind=reg.f32)
+    out = np.empty(acc.registers.shape, dtype=object)
+    out.reshape(2)[:] = [reg.paired(*sums[:2]), reg.paired(*sums[2:])]
+    return reg.fa.FragmentedArray(_registers=out, _layout=acc.layout, _is_signed=None)
 
 
-def decode(ref: Any, k: int, wide: bool, spare: Any = None) -> Any:
-    """bf16 [64, k] of one block in shared memory, as the A operand of wgmma.
+def zeros() -> jax.Array:
+    """A sum [64, 8] to start from."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    `wide` False takes scale bytes up to 128 only. The block may be overwritten when this returns
-    (all warps of the warpgroup have read it). The
-    interpreter has neither the register code nor products with A in registers: there `spare`, a
-    shared-memory ref [64, k], takes what `decode_twin` makes of the block.
+    return plgpu.layout_cast(jnp.zeros((ROWS, 8), jnp.float32), plgpu.Layout.WGMMA)
+
+
+def multiply(
+    acc: jax.Array, block: Any, operand: Any, k: int, *, wide: bool, interpret: bool
+) -> jax.Array:
+    """acc f32 [64, 8] plus the product of one block, k = 128 or 64, with `operand` [k/32, 8, 32].
+
+    Both are shared-memory refs. `wide` False takes scale bytes up to 128 only. The block may be
+    overwritten when this returns: all warps of the warpgroup have read it. The interpreter, which
+    has no register code, runs the same sum on `decode_twin`.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    if spare is not None:
-        spare[...] = decode_twin(ref[...], k)
-        plgpu.commit_smem()
-        return spare
-    out = plgpu.ShapeDtypeStruct((ROWS, k), jnp.bfloat16, layout=plgpu.Layout.WGMMA)
-    call = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=out)
-    return call(lambda _, block: _decode_registers(block, k, wide))(ref)
+    if interpret:
+        w, x = decode_twin(block[...], k), operand[...]
+        plgpu.commit_smem()  # the barrier, in the form the interpreter knows
+        # [column, q, p, e] of each 32 -> positions (word, p, q, e)
+        x = x.reshape(k // 32, 8, 4, 4, 2).transpose(1, 0, 3, 2, 4).reshape(8, k)
+        return acc + jnp.einsum(
+            "nk,ck->nc",
+            w.astype(jnp.float32),
+            x.astype(jnp.float32),
+            precision=lax.Precision.HIGHEST,
+        )
+    layout = plgpu.Layout.WGMMA
+    call = plgpu.inline_mgpu(
+        arg_types=(layout, plgpu.RefType(), plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct((ROWS, 8), jnp.float32, layout=layout),
+    )
+    return call(lambda _, *args: _multiply_registers(*args, k, wide))(acc, block, operand)

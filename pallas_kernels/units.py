@@ -4,13 +4,14 @@
 
 A table row is: expert, number of rows, then 8 slots; a slot is pair * 8 + column, with pair = n * k + j
 for the j-th expert of row n. The column is that of the tensor core's narrow operand that will hold row
-n: n itself for N <= 8, beyond that the slot's own number. Units are in the order in which experts (and
-their next 8 rows) first appear among the pairs; within a unit pairs ascend. Table rows from `count` on,
-and slots beyond a unit's number of rows, hold nothing.
+n: n itself for N <= 8, beyond that the slot's own number. Units ascend by expert, and their slots by row
+(one row: units in the row's own order). Table rows from `count` on, and slots beyond a unit's number of
+rows, hold nothing.
 
-`plan` is one warp that walks over the pairs, 32 at a time, with its counters in shared memory; no
-atomics, so the result is a function of ids alone. Its twin for the interpreter and for one row, where
-nothing can coincide, is `group_rows`.
+`plan` is one warpgroup. It collects each expert's rows as a set of bits (the order in which bits are
+set does not matter, so the result is a function of ids alone), adds up units over the experts, and
+then places every pair by counting bits. Its twin for the interpreter, and for one row, where nothing
+can coincide, is `group_rows`.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ def group_rows(ids: jax.Array) -> Units:
     slot = nth % COLUMNS
     leads = slot == 0
     column = number // k if n <= COLUMNS else slot
-    unit = jnp.sum(leads[None, :] & (number[None, :] < number[:, None]), axis=1, dtype=jnp.int32)
+    before = (flat[None, :] < flat[:, None]) | (same & (nth[None, :] < nth[:, None]))
+    unit = jnp.sum(leads[None, :] & before, axis=1, dtype=jnp.int32)
     mine = same & leads[None, :] & (nth[None, :] == (nth - slot)[:, None])
     of_pair = jnp.sum(jnp.where(mine, unit[None, :], 0), axis=1)
     total = jnp.sum(same, axis=1, dtype=jnp.int32)
@@ -66,8 +68,7 @@ def limits(ids: jax.Array, experts: int) -> list[str]:
     n, k = ids.shape
     common.expect(out, "rows", n, f"1..{common.MAX_ROWS}", 1 <= n <= common.MAX_ROWS)
     common.expect(out, "dtype of ids", ids.dtype, "int32", ids.dtype == jnp.int32)
-    common.expect(out, "experts per row", k, "at most 32", k <= 32)
-    used, limit = 4 * _words(n, k, experts), common.SHARED_MEMORY
+    used, limit = 4 * _words(experts), common.SHARED_MEMORY
     common.expect(out, "shared memory", used, f"at most {limit} bytes", used <= limit)
     return out
 
@@ -91,17 +92,13 @@ def plan(ids: jax.Array, experts: int, *, interpret: bool = False) -> Units:
         out_type=[jax.ShapeDtypeStruct((1,), i32), jax.ShapeDtypeStruct((n * k, FIELDS), i32)],
         grid=(1,),
         grid_names=("one",),
-        scratch_types=dict(words=plgpu.SMEM((_words(n, k, experts),), i32)),
+        scratch_types=dict(words=plgpu.SMEM((_words(experts),), i32)),
     )
     return Units(*call(ids))
 
 
-def _groups(n: int) -> int:
-    return -(-n // COLUMNS)
-
-
-def _words(n: int, k: int, experts: int) -> int:
-    return common.round_up(n * k, 128) + experts * (1 + _groups(n))
+def _words(experts: int) -> int:
+    return 3 * experts + 4
 
 
 def _body(n: int, k: int, experts: int) -> Any:
@@ -111,7 +108,7 @@ def _body(n: int, k: int, experts: int) -> Any:
         ids,  # i32 [N, k]
         count,  # i32 [1]
         table,  # i32 [U, 10]
-        words,  # i32: ids, pairs counted so far by expert, unit by expert and eight of its rows
+        words,  # i32: rows 0..31 of each expert as bits, rows 32..63, first unit; sums of the warps
     ):
         call = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 4)
         call(lambda _, *refs: _registers(*refs, n, k, experts))(ids, count, table, words)
@@ -119,98 +116,147 @@ def _body(n: int, k: int, experts: int) -> Any:
     return body
 
 
-_LOAD = """
+# results go to `out` first: $0 could be the register of an argument that is still to be read
+_CLEAR = """
 {
 .reg .pred in;
-.reg .b32 v, at;
-.reg .b64 from;
-setp.lt.u32 in, $0, PAIRS;
-mov.b32 v, 0xFFFFFFFF;
-mul.wide.u32 from, $0, 4;
-add.u64 from, from, $1;
-@in ld.global.b32 v, [from];
-mad.lo.u32 at, $0, 4, $2;
-st.shared.b32 [at], v;
+.reg .b32 at;
+setp.lt.u32 in, $0, COUNT;
+mad.lo.u32 at, $0, 4, $1;
+@in st.shared.b32 [at], 0;
 }
 """
-_CLEAR = """
+# $0 id; $1 pair, $2 ids, $3 bits
+_COLLECT = """
+{
+.reg .b32 out;
+.reg .pred in, high;
+.reg .b32 row, at, bit;
+.reg .b64 from;
+setp.lt.u32 in, $1, PAIRS;
+mul.wide.u32 from, $1, 4;
+add.u64 from, from, $2;
+mov.b32 out, 0;
+@in ld.global.b32 out, [from];
+div.u32 row, $1, CHOSEN;
+setp.ge.u32 high, row, 32;
+mad.lo.u32 at, out, 4, $3;
+@high add.u32 at, at, HIGH;
+and.b32 row, row, 31;
+shl.b32 bit, 1, row;
+@in red.shared.or.b32 [at], bit;
+mov.b32 $0, out;
+}
+"""
+# $0 units of expert $1; $2 bits
+_COUNT = """
+{
+.reg .b32 out;
+.reg .pred in;
+.reg .b32 at, low, high;
+setp.lt.u32 in, $1, EXPERTS;
+mad.lo.u32 at, $1, 4, $2;
+mov.b32 low, 0;
+mov.b32 high, 0;
+@in ld.shared.b32 low, [at];
+@in ld.shared.b32 high, [at+HIGH];
+popc.b32 low, low;
+popc.b32 high, high;
+add.u32 low, low, high;
+add.u32 low, low, 7;
+shr.u32 out, low, 3;
+mov.b32 $0, out;
+}
+"""
+# $0 sum over this warp's lanes up to this one; $1 own number, $2 thread, $3 where the warps' sums go
+_SCAN = """
+{
+.reg .b32 out;
+.reg .pred in, end;
+.reg .b32 other, lane, at;
+and.b32 lane, $2, 31;
+mov.b32 out, $1;
+STEPS
+setp.eq.u32 end, lane, 31;
+shr.u32 at, $2, 5;
+mad.lo.u32 at, at, 4, $3;
+@end st.shared.b32 [at], out;
+mov.b32 $0, out;
+}
+"""
+_SCAN_STEP = """
+shfl.sync.up.b32 other, out, DISTANCE, 0, 0xFFFFFFFF;
+setp.ge.u32 in, lane, DISTANCE;
+@in add.u32 out, out, other;
+"""
+# $0 sum over all threads before this one; $1 sum up to this one in its warp, $2 own, $3 thread,
+# $4 the warps' sums, $5 where the total goes
+_OFFSET = """
+{
+.reg .b32 out;
+.reg .pred in, one;
+.reg .b32 warp, part, total;
+shr.u32 warp, $3, 5;
+sub.u32 out, $1, $2;
+mov.b32 total, 0;
+PARTS
+setp.eq.u32 one, $3, 0;
+@one st.global.b32 [$5], total;
+mov.b32 $0, out;
+}
+"""
+_OFFSET_PART = """
+ld.shared.b32 part, [$4+PLACE];
+add.u32 total, total, part;
+setp.gt.u32 in, warp, NUMBER;
+@in add.u32 out, out, part;
+"""
+_FIRST = """
 {
 .reg .pred in;
 .reg .b32 at;
 setp.lt.u32 in, $0, EXPERTS;
 mad.lo.u32 at, $0, 4, $1;
-@in st.shared.b32 [at], 0;
+@in st.shared.b32 [at], $2;
 }
 """
-# $0 lane (of the first warp only), $1 ids, $2 counters, $3 unit numbers, $4 table, $5 count
-_WALK = """
+# $0 pair, $1 id, $2 bits, $3 table
+_PLACE = """
 {
-.reg .pred other, in, first, lead, last, full, more;
-.reg .b32 i, id, at, same, lower, base, nth, rank, slot, group, ballot, units, unit, cur, v, row;
-.reg .b64 to;
-setp.ge.u32 other, $0, 32;
-@other bra DONE;
-mov.b32 units, 0;
-mov.b32 i, $0;
-mov.u32 lower, %lanemask_lt;
-NEXT:
-setp.lt.u32 in, i, PAIRS;
-mad.lo.u32 at, i, 4, $1;
-ld.shared.b32 id, [at];
-match.any.sync.b32 same, id, 0xFFFFFFFF;
-and.b32 v, same, lower;
-popc.b32 rank, v;
-setp.eq.and.u32 first, rank, 0, in;
-mad.lo.u32 at, id, 4, $2;
-mov.b32 base, 0;
-@in ld.shared.b32 base, [at];
-add.u32 nth, base, rank;
-popc.b32 v, same;
-add.u32 v, v, base;
-bar.warp.sync 0xFFFFFFFF;
-@first st.shared.b32 [at], v;
+.reg .pred in, high, lead;
+.reg .b32 row, at, low, up, mask, nth, total, slot, unit, v;
+.reg .b64 to, line;
+setp.lt.u32 in, $0, PAIRS;
+mad.lo.u32 at, $1, 4, $2;
+ld.shared.b32 low, [at];
+ld.shared.b32 up, [at+HIGH];
+ld.shared.b32 unit, [at+UNITS];
+div.u32 row, $0, CHOSEN;
+setp.ge.u32 high, row, 32;
+and.b32 v, row, 31;
+shl.b32 mask, 1, v;
+sub.u32 mask, mask, 1;
+popc.b32 total, low;
+selp.b32 v, up, low, high;
+and.b32 v, v, mask;
+popc.b32 nth, v;
+@high add.u32 nth, nth, total;
+popc.b32 v, up;
+add.u32 total, total, v;
 and.b32 slot, nth, 7;
-shr.u32 group, nth, 3;
+shr.u32 v, nth, 3;
+add.u32 unit, unit, v;
 setp.eq.and.u32 lead, slot, 0, in;
-vote.sync.ballot.b32 ballot, lead, 0xFFFFFFFF;
-and.b32 v, ballot, lower;
-popc.b32 v, v;
-add.u32 unit, units, v;
-popc.b32 v, ballot;
-add.u32 units, units, v;
-mad.lo.u32 cur, id, GROUPS, group;
-mad.lo.u32 cur, cur, 4, $3;
-@lead st.shared.b32 [cur], unit;
-bar.warp.sync 0xFFFFFFFF;
-@in ld.shared.b32 unit, [cur];
-div.u32 row, i, CHOSEN;
-mad.lo.u32 v, i, 8, COLUMN;
-mul.wide.u32 to, unit, 40;
-add.u64 to, to, $4;
-@lead st.global.b32 [to], id;
-shl.b32 base, 2, $0;
-sub.u32 base, base, 1;
-not.b32 base, base;
-and.b32 base, base, same;
-setp.eq.and.u32 last, base, 0, in;
-setp.eq.and.u32 full, slot, 7, in;
-or.pred last, last, full;
-add.u32 base, slot, 1;
-@last st.global.b32 [to+4], base;
+mul.wide.u32 line, unit, 40;
+add.u64 line, line, $3;
+sub.u32 v, total, nth;
+min.u32 v, v, 8;
+@lead st.global.b32 [line], $1;
+@lead st.global.b32 [line+4], v;
+mad.lo.u32 v, $0, 8, COLUMN;
 mul.wide.u32 to, slot, 4;
-.reg .b64 from;
-mul.wide.u32 from, unit, 40;
-add.u64 to, to, from;
-add.u64 to, to, $4;
+add.u64 to, to, line;
 @in st.global.b32 [to+8], v;
-bar.warp.sync 0xFFFFFFFF;
-add.u32 i, i, 32;
-sub.u32 v, i, $0;
-setp.lt.u32 more, v, PAIRS;
-@more bra NEXT;
-setp.eq.u32 first, $0, 0;
-@first st.global.b32 [$5], units;
-DONE:
 }
 """
 
@@ -218,16 +264,43 @@ DONE:
 def _registers(ids: Any, count: Any, table: Any, words: Any, n: int, k: int, experts: int) -> None:
     reg = common.Registers()
     thread = reg.thread()
-    at_ids = reg.shared_address(words)
-    at_counters = reg.add(at_ids, 4 * common.round_up(n * k, 128))
-    at_units = reg.add(at_counters, 4 * experts)
-    load, clear = _LOAD.replace("PAIRS", str(n * k)), _CLEAR.replace("EXPERTS", str(experts))
-    for first in range(0, n * k, 128):
-        reg.ptx(load, reg.add(thread, first), reg.global_address(ids), at_ids, volatile=True)
-    for first in range(0, experts, 128):
-        reg.ptx(clear, reg.add(thread, first), at_counters, volatile=True)
+    bits = reg.shared_address(words)
+    units, sums = reg.add(bits, 8 * experts), reg.add(bits, 12 * experts)
+    names = {"PAIRS": n * k, "CHOSEN": k, "EXPERTS": experts, "HIGH": 4 * experts}
+    names |= {"UNITS": 8 * experts, "COLUMN": "row" if n <= COLUMNS else "slot"}
+
+    def filled(text: str, **more: Any) -> str:
+        for name, value in (names | more).items():
+            text = text.replace(name, str(value))
+        return text
+
+    for first in range(0, 2 * experts, 128):
+        reg.ptx(filled(_CLEAR, COUNT=2 * experts), reg.add(thread, first), bits, volatile=True)
     reg.barrier()
-    walk = _WALK.replace("PAIRS", str(n * k)).replace("GROUPS", str(_groups(n)))
-    walk = walk.replace("CHOSEN", str(k)).replace("COLUMN", "row" if n <= COLUMNS else "slot")
-    to = reg.global_address(table), reg.global_address(count)
-    reg.ptx(walk, thread, at_ids, at_counters, at_units, *to, volatile=True)
+    pairs = [reg.add(thread, first) for first in range(0, n * k, 128)]
+    source, collect = reg.global_address(ids), filled(_COLLECT)
+    chosen = [reg.ptx(collect, p, source, bits, results=1, volatile=True)[0] for p in pairs]
+    reg.barrier()
+    each = -(-experts // 128)
+    mine = [reg.add(reg.mul(thread, each), j) for j in range(each)]
+    numbers = [reg.ptx(filled(_COUNT), e, bits, results=1, volatile=True)[0] for e in mine]
+    own = numbers[0]
+    for number in numbers[1:]:
+        own = reg.add(own, number)
+    steps = "".join(_SCAN_STEP.replace("DISTANCE", str(1 << s)) for s in range(5))
+    scan = _SCAN.replace("STEPS", steps)
+    (upto,) = reg.ptx(scan, own, thread, sums, results=1, volatile=True)
+    reg.barrier()
+    parts = "".join(
+        _OFFSET_PART.replace("PLACE", str(4 * w)).replace("NUMBER", str(w)) for w in range(4)
+    )
+    offset = _OFFSET.replace("PARTS", parts)
+    total_at = reg.global_address(count)
+    (unit,) = reg.ptx(offset, upto, own, thread, sums, total_at, results=1, volatile=True)
+    for e, number in zip(mine, numbers, strict=True):
+        reg.ptx(filled(_FIRST), e, units, unit, volatile=True)
+        unit = reg.add(unit, number)
+    reg.barrier()
+    to = reg.global_address(table)
+    for pair, expert in zip(pairs, chosen, strict=True):
+        reg.ptx(filled(_PLACE), pair, expert, bits, to, volatile=True)
