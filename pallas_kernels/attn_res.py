@@ -121,7 +121,7 @@ def attn_res(
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     call = common.kernel(
-        _body(d, bank, eps, reset, snapshot, t),
+        _body(d, bank, eps, reset, snapshot, t, interpret),
         "k3_attn_res",
         interpret=interpret,
         out_type=[rows, rows],
@@ -130,8 +130,9 @@ def attn_res(
         num_threads=t.warpgroups,
         thread_name="wg",
         scratch_types=dict(
-            parts=plgpu.SMEM((2 * bank + 3, 8), jnp.float32),
-            ready=plgpu.Barrier(num_barriers=2, num_arrivals=t.warpgroups),
+            parts=plgpu.SMEM((2 * bank + 3, 4 * t.warpgroups), jnp.float32),
+            totals=plgpu.SMEM((2 * bank + 3,), jnp.float32),
+            ready=plgpu.Barrier(num_barriers=4, num_arrivals=t.warpgroups),
         ),
     )
     weights = res_norm.reshape(-1), res_proj.reshape(-1), norm.reshape(-1)
@@ -143,7 +144,9 @@ def attn_res(
     return x, new, jax.freeze(held)
 
 
-def _body(d: int, bank: int, eps: float, reset: bool, snapshot: bool, t: Tuning) -> Any:
+def _body(
+    d: int, bank: int, eps: float, reset: bool, snapshot: bool, t: Tuning, interpret: bool
+) -> Any:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -160,7 +163,8 @@ def _body(d: int, bank: int, eps: float, reset: bool, snapshot: bool, t: Tuning)
         norm,  # bf16 [D]
         x,  # bf16 [N, D]
         new,  # bf16 [N, D]
-        parts,  # f32 [2 (J + 1) + 1, 8]: sums of every warpgroup
+        parts,  # f32 [2 (J + 1) + 1, warps]: sums of every warp
+        totals,  # f32 [2 (J + 1) + 1]
         ready,
     ):
         row, wg = lax.axis_index("row"), lax.axis_index("wg")
@@ -170,15 +174,20 @@ def _body(d: int, bank: int, eps: float, reset: bool, snapshot: bool, t: Tuning)
         def wide(scalar):
             return lax.broadcast_in_dim(scalar, (span,), ())
 
-        def total(i):  # in one order, whoever asks
-            out = parts[i, 0]
-            for g in range(1, t.warpgroups):
-                out = out + parts[i, g]
-            return out
-
         def meet(i):
             plgpu.barrier_arrive(ready.at[i])
             plgpu.barrier_wait(ready.at[i])
+
+        def put(i, value):
+            common.store_partial_sums(value, parts.at[i, pl.ds(wg * 4, 4)], interpret)
+
+        def add_up(first, last, barrier):
+            meet(barrier)
+            for i in range(first, last):  # the warpgroups take turns
+                pl.when(wg == i % t.warpgroups)(
+                    lambda i=i: common.store_total(parts.at[i], totals.at[pl.ds(i, 1)], interpret)
+                )
+            meet(barrier + 1)
 
         last = jnp.maximum(valid - 1, 0)
         # rows beyond `count` are not read: another valid one is, and is then masked
@@ -192,12 +201,12 @@ def _body(d: int, bank: int, eps: float, reset: bool, snapshot: bool, t: Tuning)
         c = res_norm[mine].astype(f32) * res_proj[mine].astype(f32)
         for j, source in enumerate([*sources, p]):
             s = source.astype(f32)
-            parts[2 * j, wg] = jnp.sum(s * s)
-            parts[2 * j + 1, wg] = jnp.sum(s * c)
-        meet(0)
+            put(2 * j, s * s)
+            put(2 * j + 1, s * c)
+        add_up(0, 2 * bank + 2, 0)
         scores = []
         for j in range(bank + 1):
-            score = lax.rsqrt(total(2 * j) * (1 / d) + eps) * total(2 * j + 1)
+            score = lax.rsqrt(totals[2 * j] * (1 / d) + eps) * totals[2 * j + 1]
             scores.append(score if j == bank else jnp.where(j < valid, score, -jnp.inf))
         top = scores[0]
         for score in scores[1:]:
@@ -209,9 +218,9 @@ def _body(d: int, bank: int, eps: float, reset: bool, snapshot: bool, t: Tuning)
             part = source.astype(f32) * wide(shares[j] / whole)
             # a select, not a product: what is masked may be NaN
             mixed = mixed + jnp.where(wide(j < valid), part, jnp.zeros_like(part))
-        parts[2 * bank + 2, wg] = jnp.sum(mixed * mixed)
-        meet(1)
-        scale = lax.rsqrt(total(2 * bank + 2) * (1 / d) + eps)
+        put(2 * bank + 2, mixed * mixed)
+        add_up(2 * bank + 2, 2 * bank + 3, 2)
+        scale = lax.rsqrt(totals[2 * bank + 2] * (1 / d) + eps)
         x[row, mine] = (norm[mine].astype(f32) * mixed * wide(scale)).astype(bf16)
 
     return body

@@ -135,6 +135,90 @@ def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
+def store_partial_sums(value: jax.Array, into: Any, interpret: bool) -> None:
+    """The sum of f32 [n] in four parts, one per warp of the warpgroup, to `into`, shared f32 [4].
+
+    `jnp.sum` to a scalar is no alternative: its scratch memory is shared by all warpgroups.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if interpret:
+        into[...] = jnp.pad(jnp.sum(value)[None], (0, 3))
+        return
+    size = value.shape[0]
+    vector = 8
+    while size % (128 * vector):
+        vector //= 2
+    layout = plgpu.Layout.WG_STRIDED((size,), vec_size=vector)
+
+    def code(_: Any, fragment: Any, ref: Any) -> None:
+        reg = Registers()
+        parts = [
+            reg.llvm.extractelement(register, reg.constant(i))
+            for register in fragment.registers.flat
+            for i in range(vector)
+        ]
+        while len(parts) > 1:
+            rest = parts[-1:] if len(parts) % 2 else []
+            pairs = zip(parts[0:-1:2], parts[1::2], strict=True)
+            parts = [reg.arith.addf(a, b) for a, b in pairs] + rest
+        text = _WARP_SUM + _STORE_WARP
+        reg.ptx(text, parts[0], reg.thread(), reg.shared_address(ref), volatile=True)
+
+    plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()))(code)(value, into)
+
+
+def store_total(parts: Any, into: Any, interpret: bool) -> None:
+    """The sum of shared f32 [n <= 32], in a fixed order, to `into`, shared f32 [1]."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if interpret:
+        into[...] = jnp.sum(parts[...])[None]
+        return
+    count = parts.shape[0]
+
+    def code(_: Any, source: Any, target: Any) -> None:
+        reg = Registers()
+        text = _LOAD_LANE.replace("COUNT", str(count)) + _WARP_SUM_ONLY + _STORE_FIRST
+        at = reg.shared_address(source), reg.shared_address(target)
+        reg.ptx(text, reg.thread(), *at, volatile=True)
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 2)(code)(parts, into)
+
+
+_BUTTERFLY = "".join(
+    f"shfl.sync.bfly.b32 other, sum, {1 << i}, 31, 0xFFFFFFFF;\nadd.f32 sum, sum, other;\n"
+    for i in range(5)
+)
+# $0 number, $1 thread, $2 four places
+_WARP_SUM = "{\n.reg .pred one;\n.reg .b32 sum, other, at;\nmov.b32 sum, $0;\n" + _BUTTERFLY
+_STORE_WARP = """
+and.b32 at, $1, 31;
+setp.eq.u32 one, at, 0;
+shr.u32 at, $1, 5;
+mad.lo.u32 at, at, 4, $2;
+@one st.shared.b32 [at], sum;
+}
+"""
+# $0 thread, $1 numbers, $2 place
+_LOAD_LANE = """
+{
+.reg .pred one, in;
+.reg .b32 sum, other, at, lane;
+and.b32 lane, $0, 31;
+setp.lt.u32 in, lane, COUNT;
+mad.lo.u32 at, lane, 4, $1;
+mov.b32 sum, 0;
+@in ld.shared.b32 sum, [at];
+"""
+_WARP_SUM_ONLY = _BUTTERFLY
+_STORE_FIRST = """
+setp.eq.u32 one, $0, 0;
+@one st.shared.b32 [$2], sum;
+}
+"""
+
+
 class Registers:
     """Raw register code inside `plgpu.inline_mgpu`: PTX, shared-memory pointers, bit casts.
 

@@ -14,6 +14,8 @@ column's sum, so a row that holds NaN cannot reach other rows.
 64 rows of a w belong to a cluster of `splits` CTAs, each with its part of K. A CTA's warpgroups take
 the steps of that part in turn, each through a TMA ring of its own. All sums meet through (distributed)
 shared memory and are added in one fixed order, so results do not depend on timing.
+
+With `norm=(weight, eps)` the rows of x are normalised on the way: y = W rmsnorm(x), see `row_norm`.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import common
+from pallas_kernels import common, row_norm
 
 TILE = 64  # rows of w per cluster: the row count of a wgmma instruction
 HALF = TILE // 2
@@ -103,21 +105,22 @@ class Tuning:
 
 
 def default_tuning(m: int, tiles: int, k: int) -> Tuning:
-    """Enough CTAs to occupy the device, enough bytes in flight in each."""
+    """What measured best on an H200.
+
+    About 100 CTAs, so K is split where there are few tiles; with more splits than that the cluster's
+    barriers cost more than they bring. A step's latency is hidden by several warpgroups, or, for wide
+    operands, by longer rings.
+    """
     step = 128 if k % 128 == 0 else 64
-    splits = 1
-    while (
-        splits < MAX_SPLITS
-        and tiles * splits * 2 <= CORES + CORES // 8
-        and k // step % (splits * 2) == 0
-        and k // step // (splits * 2) >= 2
-    ):
+    steps, splits = k // step, 1
+    while splits < MAX_SPLITS and tiles * splits * 2 <= 104 and steps % (splits * 2) == 0:
         splits *= 2
     width = common.bucket(m)
-    warpgroups = 4 if width <= 16 and tiles * splits <= CORES else 2
-    warpgroups = min(warpgroups, k // step // splits)
-    needed = -(-k // step // splits // warpgroups)
-    stages = min(4, needed)
+    if width > 16 or (splits > 1 and steps // splits <= 8):
+        warpgroups = 1
+    else:
+        warpgroups = 4 if splits == 1 and tiles <= 104 else 2
+    stages = min(5, -(-steps // splits // warpgroups))
     while stages > 1 and shared_bytes(width, Tuning(step, stages, warpgroups)) > (
         # two CTAs per multiprocessor hide each other's start and end, where they fit with two stages
         common.SHARED_MEMORY // (2 if tiles * splits > CORES and stages > 2 else 1)
@@ -127,7 +130,11 @@ def default_tuning(m: int, tiles: int, k: int) -> Tuning:
 
 
 def limits(
-    x: jax.Array, items: Sequence[Projection], *, tuning: Tuning | None = None
+    x: jax.Array,
+    items: Sequence[Projection],
+    *,
+    norm: tuple[jax.Array, float] | None = None,
+    tuning: Tuning | None = None,
 ) -> list[str]:
     """Unmet conditions, each with what was found and what is expected."""
     out: list[str] = []
@@ -143,6 +150,11 @@ def limits(
     common.expect(out, "columns", k, "a multiple of 64", k % 64 == 0)
     cut = t.step * t.splits
     common.expect(out, "columns", k, f"a multiple of {cut}", k % cut == 0)
+    if norm is not None:
+        ok = t.step == row_norm.STEP
+        common.expect(out, "step", t.step, f"{row_norm.STEP} with norm", ok)
+        found = norm[0].shape
+        common.expect(out, "shape of the norm's weight", found, (k,), found == (k,))
     common.expect(out, "splits", t.splits, "1, 2, 4 or 8", t.splits in (1, 2, 4, 8))
     common.expect(out, "dtype of x", x.dtype, "bfloat16", x.dtype == jnp.bfloat16)
     for i, p in enumerate(items):
@@ -168,10 +180,18 @@ def shared_bytes(width: int, t: Tuning) -> int:
 
 
 def reference(
-    x: jax.Array, items: Sequence[Projection], layer: int | jax.Array = 0
+    x: jax.Array,
+    items: Sequence[Projection],
+    layer: int | jax.Array = 0,
+    *,
+    norm: tuple[jax.Array, float] | None = None,
 ) -> list[jax.Array]:
     """The same in plain jnp."""
     out = []
+    if norm is not None:
+        f = x.astype(jnp.float32)
+        f = f * lax.rsqrt(jnp.mean(f * f, -1, keepdims=True) + norm[1])
+        x = lax.reduce_precision(f * norm[0].astype(jnp.float32), 8, 7)
     for p in items:
         y = jnp.einsum(
             "mk,nk->mn",
@@ -221,6 +241,7 @@ def projections(
     items: Sequence[Projection],
     layer: int | jax.Array = 0,
     *,
+    norm: tuple[jax.Array, float] | None = None,
     tuning: Tuning | None = None,
     interpret: bool = False,
 ) -> list[jax.Array]:
@@ -229,22 +250,24 @@ def projections(
     Raises:
         ValueError: `limits` are not met.
     """
-    common.require(limits(x, items, tuning=tuning), "skinny")
+    common.require(limits(x, items, norm=norm, tuning=tuning), "skinny")
     m, k = x.shape
     width = common.bucket(m)
     kinds = tuple(p.kind for p in items)
     t = tuning or default_tuning(m, sum(p.tiles for p in items), k)
     ws = [p.w for p in items]
     if interpret:
-        return _interpreted(x, ws, layer, kinds, t)
+        return _interpreted(x, ws, layer, kinds, norm, t)
     if m > 8:  # the copy engine takes rows of x by eights; the step's row buckets are such numbers
         x = jnp.pad(x, ((0, -m % 8), (0, 0)))
     shapes = []
     for kind in kinds:  # rows of y start at multiples of 16 bytes
         columns = common.round_up(kind.columns, 16 // kind.dtype.itemsize)
         shapes.append(jax.ShapeDtypeStruct((m, columns), kind.dtype))
-    call = _build(k, width, kinds, t, shapes, False)
-    ys = call(x, common.layer_operand(layer), *ws)
+    eps = None if norm is None else norm[1]
+    call = _build(k, width, kinds, t, shapes, eps, False)
+    # without a norm its weight is any array, and not looked at
+    ys = call(x, common.layer_operand(layer), x if norm is None else norm[0], *ws)
     return [y[:, : kind.columns] for y, kind in zip(ys, kinds, strict=True)]
 
 
@@ -253,26 +276,34 @@ def _interpreted(
     ws: list[jax.Array],
     layer: int | jax.Array,
     kinds: tuple[_Kind, ...],
+    norm: tuple[jax.Array, float] | None,
     t: Tuning,
 ) -> list[jax.Array]:
     """The kernel in the interpreter, which has neither clusters of this kind nor clipped copies.
 
-    Every CTA gives its partial sums, and their sum is finished here.
+    Every CTA gives its partial sums, and their sum is finished here. So is a norm.
     """
     m, k = x.shape
+    factor = jnp.ones((m, 1), jnp.float32)
+    if norm is not None:
+        f = x.astype(jnp.float32)
+        factor = lax.rsqrt(jnp.mean(f * f, -1, keepdims=True) + norm[1])
+        x = x * norm[0]
     width = common.bucket(m)
     x = jnp.pad(x, ((0, width - m), (0, 0)), constant_values=jnp.nan)
     ws = [jnp.pad(w, ((0, 0), (0, -w.shape[1] % TILE), (0, 0))) for w in ws]
     padded = tuple(_Kind(w.shape[1], w.shape[1], q.tiles, q.dtype, q.situ) for w, q in
                    zip(ws, kinds, strict=True))
     shapes = [jax.ShapeDtypeStruct((t.splits, width, q.columns), jnp.float32) for q in padded]
-    sums = _build(k, width, padded, t, shapes, True)(x, common.layer_operand(layer), *ws)
+    sums = _build(k, width, padded, t, shapes, None, True)(
+        x, common.layer_operand(layer), x, *ws
+    )
     out = []
     for y, kind in zip(sums, kinds, strict=True):
         y = jnp.sum(y, 0)
         if kind.situ is not None:  # columns are those of the tiles: 32 gate rows, their 32 up rows
             y = y.reshape(width, -1, 2, HALF).swapaxes(1, 2).reshape(width, -1)
-        out.append(_finished(y[:m, : kind.rows], kind))
+        out.append(_finished(y[:m, : kind.rows] * factor, kind))
     return out
 
 
@@ -282,6 +313,7 @@ def _build(
     kinds: tuple[_Kind, ...],
     t: Tuning,
     shapes: list[jax.ShapeDtypeStruct],
+    eps: float | None,
     interpret: bool,
 ) -> Any:
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -295,7 +327,7 @@ def _build(
         grid = dict(grid=(tiles,), grid_names=("tile",))
         grid |= dict(cluster=(t.splits,), cluster_names=("split",))
     return common.kernel(
-        _body(k, width, kinds, t, interpret),
+        _body(k, width, kinds, t, eps, interpret),
         "k3_skinny",
         interpret=interpret,
         out_type=shapes,
@@ -308,6 +340,7 @@ def _build(
             sums=plgpu.SMEM((t.warpgroups, TILE, width), f32),
             full=plgpu.Barrier(num_barriers=ring, num_arrivals=3),
             done=plgpu.Barrier(num_barriers=1, num_arrivals=t.warpgroups),
+            squares=plgpu.SMEM((t.warpgroups, width // 8, 16), f32),
             **{
                 f"y{i}": plgpu.SMEM((width, _share(kind, width, t, interpret)[1]), shape.dtype)
                 for i, (kind, shape) in enumerate(zip(kinds, shapes, strict=True))
@@ -325,7 +358,14 @@ def _share(kind: _Kind, width: int, t: Tuning, interpret: bool) -> tuple[int, in
     return finishers, kind.per_tile // finishers
 
 
-def _body(k: int, width: int, kinds: tuple[_Kind, ...], t: Tuning, interpret: bool) -> Any:
+def _body(
+    k: int,
+    width: int,
+    kinds: tuple[_Kind, ...],
+    t: Tuning,
+    eps: float | None,
+    interpret: bool,
+) -> Any:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -335,12 +375,14 @@ def _body(k: int, width: int, kinds: tuple[_Kind, ...], t: Tuning, interpret: bo
     def body(
         x,  # bf16 [M, K]
         layer,  # i32 [1]
+        norm,  # bf16 [K], if there is a norm
         *refs,  # bf16 [L, N, K] each, then outputs [M, N] each (interpreter: f32 [S, width, N])
         ws,  # bf16 [ring, 64, step]
         xs,  # bf16 [ring, width, step]
         sums,  # f32 [warpgroups, 64, width]
         full,
         done,
+        squares,  # f32 [warpgroups, width / 8, 16]: of the rows of x, if there is a norm
         **ys,  # y0, y1, ...: [width, columns of a finisher]
     ):
         tile, split, wg = (lax.axis_index(name) for name in ("tile", "split", "wg"))
@@ -367,14 +409,21 @@ def _body(k: int, width: int, kinds: tuple[_Kind, ...], t: Tuning, interpret: bo
                 pl.when(s < mine)(lambda s=s: issue(s, wg * t.stages + s))
 
             def accumulate(acc):
-                def step(j, _):
+                def step(j, seen):
                     slot = wg * t.stages + lax.rem(j, t.stages)
                     plgpu.barrier_wait(full.at[slot])
+                    if eps is not None:
+                        cols = pl.ds((split * steps + wg + j * t.warpgroups) * t.step, t.step)
+                        seen = row_norm.scale_tile(seen, xs.at[slot], norm.at[cols], width)
                     plgpu.wgmma(acc, ws.at[slot], common.tref(xs.at[slot]))
                     plgpu.wgmma_wait(0)
                     pl.when(j + t.stages < mine)(lambda: issue(j + t.stages, slot))
+                    return seen
 
-                lax.fori_loop(0, mine, step, None)
+                seen = None if eps is None else row_norm.no_squares(width)
+                seen = lax.fori_loop(0, mine, step, seen)
+                if eps is not None:
+                    row_norm.store_squares(seen, squares.at[wg], width)
                 return acc[...]
 
             sums[wg] = pl.run_scoped(accumulate, plgpu.ACC((TILE, width), jnp.float32))
@@ -385,7 +434,9 @@ def _body(k: int, width: int, kinds: tuple[_Kind, ...], t: Tuning, interpret: bo
                 staged[...] = _local_total(sums, 0, TILE, width, t)
                 target, start = y.at[split], (tile - first) * TILE
             else:
-                staged[...] = _result(sums, split * columns, columns, width, kind, t)
+                staged[...] = _result(
+                    sums, squares, split * columns, columns, width, kind, t, eps and (k, eps)
+                )
                 target, start = y, (tile - first) * kind.per_tile + split * columns
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(
@@ -427,14 +478,21 @@ def _cluster_barrier() -> None:
 
 
 def _result(
-    sums: Any, first: Any, columns: int, width: int, kind: _Kind, t: Tuning
+    sums: Any,
+    squares: Any,
+    first: Any,
+    columns: int,
+    width: int,
+    kind: _Kind,
+    t: Tuning,
+    norm: tuple[int, float] | None,
 ) -> jax.Array:
-    """Finished columns [width, columns] of a tile: all sums added, SiTU, rounding."""
+    """Finished columns [width, columns] of a tile: all sums added, norm, SiTU, rounding."""
 
     def total(start: Any) -> jax.Array:
-        if t.splits == 1:
+        if t.splits == 1 and norm is None:
             return _local_total(sums, start, columns, width, t)
-        return _cluster_total(sums, start, columns, width, t)
+        return _cluster_total(sums, squares, start, columns, width, t, norm)
 
     if kind.situ is None:
         return total(first).astype(kind.dtype)
@@ -456,7 +514,48 @@ def _local_total(sums: Any, first: Any, columns: int, width: int, t: Tuning) -> 
     return sum(parts[1:], parts[0])
 
 
-def _cluster_total(sums: Any, first: Any, columns: int, width: int, t: Tuning) -> jax.Array:
+# element $1 of [width, columns] -> byte offsets of its sum, and of its row's squares
+_PLACE = """
+{
+.reg .b32 m, r;
+div.u32 m, $1, COLUMNS;
+rem.u32 r, $1, COLUMNS;
+mad.lo.u32 r, r, WIDTH, m;
+shl.b32 r, r, 2;
+add.u32 $0, r, $2;
+}
+"""
+_SQUARES_PLACE = """
+{
+.reg .b32 m, r;
+div.u32 m, $1, COLUMNS;
+and.b32 r, m, 7;
+shr.u32 m, m, 3;
+mad.lo.u32 r, m, 16, r;
+shl.b32 r, r, 2;
+add.u32 $0, r, $2;
+}
+"""
+# $1 sum, $2 sum of squares
+_NORM = """
+{
+.reg .b32 v;
+fma.rn.f32 v, $2, INVERSE, EPSILON;
+rsqrt.approx.f32 v, v;
+mul.f32 $0, v, $1;
+}
+"""
+
+
+def _cluster_total(
+    sums: Any,
+    squares: Any,
+    first: Any,
+    columns: int,
+    width: int,
+    t: Tuning,
+    norm: tuple[int, float] | None,
+) -> jax.Array:
     """Rows first.. of the sums of all warpgroups of all CTAs of the cluster, [width, columns]."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -464,34 +563,43 @@ def _cluster_total(sums: Any, first: Any, columns: int, width: int, t: Tuning) -
     layout = plgpu.Layout.WG_STRIDED((width, columns), vec_size=1)
     out = plgpu.ShapeDtypeStruct((width, columns), jnp.float32, layout=layout)
 
-    def code(_: Any, ref: Any) -> Any:
+    def code(_: Any, ref: Any, squares_ref: Any) -> Any:
         reg = common.Registers()
         frag = layout.to_mgpu()
-        thread, base = reg.thread(), reg.shared_address(ref)
-        registers = np.empty(frag.registers_shape((width, columns)), dtype=object)
-        kind = frag.registers_element_type(reg.ir.F32Type.get())
-        for i in range(registers.size):
-            element = reg.add(thread, 128 * i)
-            at = reg.ptx(
-                f"{{ .reg .b32 m, r; div.u32 m, $1, {columns}; rem.u32 r, $1, {columns};"
-                f" mad.lo.u32 r, r, {width}, m; shl.b32 r, r, 2; add.u32 $0, r, $2; }}",
-                element,
-                base,
-                results=1,
-            )[0]
+
+        def gathered(at: Any, offsets: list[int]) -> Any:
             value = None
             for cta in range(t.splits):
-                there = reg.ptx(
-                    f"mapa.shared::cluster.u32 $0, $1, {cta};", at, results=1
-                )[0]
-                for g in range(t.warpgroups):
-                    load = f"ld.shared::cluster.b32 $0, [$1 + {g * TILE * width * 4}];"
-                    (word,) = reg.ptx(load, there, results=1, volatile=True)
-                    part = reg.as_f32(word)
+                (there,) = reg.ptx(f"mapa.shared::cluster.u32 $0, $1, {cta};", at, results=1)
+                for offset in offsets:
+                    load = f"ld.shared::cluster.b32 $0, [$1 + {offset}];"
+                    part = reg.as_f32(reg.ptx(load, there, results=1, volatile=True)[0])
                     value = part if value is None else reg.arith.addf(value, part)
+            return value
+
+        def place(text: str, element: Any, base: Any) -> Any:
+            text = text.replace("COLUMNS", str(columns)).replace("WIDTH", str(width))
+            return reg.ptx(text, element, base, results=1)[0]
+
+        groups = range(t.warpgroups)
+        registers = np.empty(frag.registers_shape((width, columns)), dtype=object)
+        for i in range(registers.size):
+            element = reg.add(reg.thread(), 128 * i)
+            at = place(_PLACE, element, reg.shared_address(ref))
+            value = gathered(at, [g * TILE * width * 4 for g in groups])
+            if norm is not None:
+                at = place(_SQUARES_PLACE, element, reg.shared_address(squares_ref))
+                seen = gathered(at, [g * width * 8 + half for g in groups for half in (0, 32)])
+                text = _NORM.replace("INVERSE", _ptx_float(1 / norm[0]))
+                text = text.replace("EPSILON", _ptx_float(norm[1]))
+                value = reg.ptx(text, value, seen, results=1, kind=reg.f32)[0]
             word = reg.llvm.bitcast(reg.i32, value)
-            registers.flat[i] = reg.as_type(word, kind)
+            registers.flat[i] = reg.as_type(word, frag.registers_element_type(reg.f32))
         return reg.fa.FragmentedArray(_registers=registers, _layout=frag, _is_signed=None)
 
-    call = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=out)
-    return call(code)(sums.at[0, pl.ds(first, columns)])
+    call = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()), return_type=out)
+    return call(code)(sums.at[0, pl.ds(first, columns)], squares)
+
+
+def _ptx_float(value: float) -> str:
+    return f"0f{int(np.float32(value).view(np.uint32)):08X}"
