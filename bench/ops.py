@@ -123,7 +123,124 @@ def skinny_case(m: int, n: int, k: int, seed: int, **kw: Any) -> Problem:
     )
 
 
-def experts_case(n: int, ranks: int, seed: int, tuning: Any = None) -> Problem:
+def route_case(m: int, ranks: int, seed: int) -> Problem:
+    """Router share, latent-down share and the shared experts' first product over one x."""
+    from jax_impl.numerics import Numerics
+    from jax_impl.ops.situ import situ
+    from pallas_kernels.route import route
+
+    nx, k = Numerics(), 7168
+    rows = 896 // ranks, 3584 // ranks, 12288 // ranks
+    layers = stack_depth(2 * sum(rows) * k)
+    key = jax.random.key(seed)
+    x = normal(key, (m, k))
+    ws = [
+        jnp.stack(
+            [normal(jax.random.fold_in(key, 10 * i + n), (n, k), k**-0.5) for i in range(layers)]
+        )
+        for n in rows
+    ]
+    fast = jax.jit(
+        lambda x, layer, *ws: jnp.concatenate(
+            [y.astype(jnp.float32) for y in route(x, *ws, layer, betas=SITU)], axis=-1
+        )
+    )
+
+    def plain(x: jax.Array, layer: jax.Array, *ws: jax.Array) -> jax.Array:
+        gate, up = jnp.split(nx.linear(x, ws[2][layer]), 2, axis=-1)
+        parts = nx.project(x, ws[0][layer]), nx.linear(x, ws[1][layer]), situ(nx, gate, up, *SITU)
+        return jnp.concatenate([p.astype(jnp.float32) for p in parts], axis=-1)
+
+    standard = jax.jit(plain)
+
+    def exact(layer: int, chosen: np.ndarray) -> np.ndarray:
+        ys = [f64(x)[chosen] @ f64(w[layer]).T for w in ws]
+        return np.concatenate([ys[0], ys[1], situ64(*np.split(ys[2], 2, axis=-1))], axis=-1)
+
+    return Problem(
+        lambda layer: fast(x, layer, *ws),
+        2 * sum(rows) * k + 2 * m * k,
+        layers,
+        exact,
+        lambda layer: standard(x, layer, *ws),
+        np.arange(m),
+    )
+
+
+def latent_up_case(m: int, ranks: int, seed: int) -> Problem:
+    """Latent norm and up projection."""
+    from jax_impl.numerics import Numerics
+    from jax_impl.ops.norm import rmsnorm
+    from pallas_kernels.latent_up import latent_up
+
+    nx, k, n = Numerics(), 3584, 7168 // ranks
+    layers = stack_depth(2 * n * k)
+    key = jax.random.key(seed)
+    x, norm = normal(key, (m, k)), normal(jax.random.fold_in(key, 1), (k,))
+    w = jnp.stack([normal(jax.random.fold_in(key, i), (n, k), k**-0.5) for i in range(layers)])
+    fast = jax.jit(lambda x, norm, w, layer: latent_up(x, norm, w, layer, eps=1e-5))
+    standard = jax.jit(lambda x, norm, w, layer: nx.linear(rmsnorm(nx, x, norm, 1e-5), w[layer]))
+
+    def exact(layer: int, rows: np.ndarray) -> np.ndarray:
+        v = f64(x)[rows]
+        v = v / np.sqrt((v * v).mean(-1, keepdims=True) + 1e-5) * f64(norm)
+        return v @ f64(w[layer]).T
+
+    return Problem(
+        lambda layer: fast(x, norm, w, layer),
+        2 * n * k + 2 * m * k,
+        layers,
+        exact,
+        lambda layer: standard(x, norm, w, layer),
+        np.arange(m),
+    )
+
+
+def attn_res_case(m: int, count: int, seed: int) -> Problem:
+    """The depth mixture with 8 places in the bank; weights are small, the rows come from L2."""
+    from jax_impl.numerics import Numerics, f32
+    from jax_impl.ops.attn_res import attn_res as mix
+    from jax_impl.ops.norm import rmsnorm
+    from pallas_kernels.attn_res import attn_res
+
+    nx, d, bank = Numerics(), 7168, 8
+    key = jax.random.key(seed)
+    prefix, delta, res_norm, res_proj, norm = (
+        normal(jax.random.fold_in(key, i), shape)
+        for i, shape in enumerate([(m, d), (m, d), (d,), (1, d), (d,)])
+    )
+    res_proj = res_proj * 0.02
+    snapshots = normal(jax.random.fold_in(key, 9), (m, bank, d))
+    args = prefix, snapshots, jnp.int32(count), delta, res_norm, res_proj, norm
+    fast = jax.jit(lambda *args: attn_res(*args, eps=1e-5)[0])
+
+    def plain(prefix, snapshots, count, delta, res_norm, res_proj, norm):
+        new = nx.round(f32(prefix) + f32(delta))
+        return rmsnorm(nx, mix(nx, new, snapshots, count, res_norm, res_proj, 1e-5), norm, 1e-5)
+
+    standard = jax.jit(plain)
+
+    def exact(_: int, rows: np.ndarray) -> np.ndarray:
+        new = bf16_round(f64(prefix) + f64(delta))
+        s = np.concatenate([f64(snapshots)[:, :count], new[:, None]], axis=1)
+        c = f64(res_norm) * f64(res_proj)[0]
+        score = (s @ c) / np.sqrt((s * s).mean(-1) + 1e-5)
+        share = np.exp(score - score.max(-1, keepdims=True))
+        share /= share.sum(-1, keepdims=True)
+        mixed = (share[..., None] * s).sum(1)
+        return (mixed / np.sqrt((mixed**2).mean(-1, keepdims=True) + 1e-5) * f64(norm))[rows]
+
+    return Problem(
+        lambda _: fast(*args),
+        2 * m * d * (count + 4),
+        2,
+        exact,
+        lambda _: standard(*args),
+        np.arange(m),
+    )
+
+
+def experts_case(n: int, ranks: int, seed: int, tuning: Any = None, wide: bool = True) -> Problem:
     """Routed experts of one rank at full spread: 16 distinct random experts per row."""
     from jax_impl.numerics import Numerics
     from jax_impl.ops.experts import ExpertWeights, routed_experts
@@ -152,16 +269,16 @@ def experts_case(n: int, ranks: int, seed: int, tuning: Any = None) -> Problem:
     latent = normal(jax.random.fold_in(key, 99), (n, z))
     # another draw per call: experts of one layer are few of 896, so weights do not repeat early
     draws = 24
-    ids = np.stack(
-        [[rng.permutation(e)[:k] for _ in range(n)] for _ in range(draws)]
-    ).astype(np.int32)
+    ids = np.stack([[rng.permutation(e)[:k] for _ in range(n)] for _ in range(draws)]).astype(
+        np.int32
+    )
     weights = rng.random((n, k)).astype(np.float32)
     weights = jnp.asarray(weights / weights.sum(1, keepdims=True))
     all_ids = [jnp.asarray(i) for i in ids]
     distinct = float(np.mean([len(np.unique(i)) for i in ids]))
     fast = jax.jit(
         lambda x, i, g, a, b, layer: experts.experts(
-            x, i, g, a, b, layer, width=m, betas=SITU, tuning=tuning
+            x, i, g, a, b, layer, width=m, betas=SITU, wide=wide, tuning=tuning
         )
     )
     each = [jnp.int32(i % layers) for i in range(draws)]
@@ -215,9 +332,9 @@ def cases() -> dict[str, Callable[[], Problem]]:
     out: dict[str, Callable[[], Problem]] = {}
     shapes = {  # name: rows and columns of one rank's matrix, keywords
         "kda_in.tp16": (3208, 7168, {"out_dtype": jnp.bfloat16}),
-        "kda_in.tp8": (6280, 7168, {"out_dtype": jnp.bfloat16}),
         "o_proj.tp16": (7168, 768, {}),
         "o_proj.tp8": (7168, 1536, {}),
+        "kda_in.tp8": (6288, 7168, {"out_dtype": jnp.bfloat16}),
         "mla_a.tp16": (2112, 7168, {"out_dtype": jnp.bfloat16}),
         "q_b.tp16": (1152, 1536, {"out_dtype": jnp.bfloat16}),
         "shared_up.tp16": (768, 7168, {"situ": SITU}),
@@ -226,10 +343,24 @@ def cases() -> dict[str, Callable[[], Problem]]:
     }
     for name, (n, k, kw) in shapes.items():
         for m in (1, 8, 64):
-            out[f"skinny.{name}.rows{m}"] = lambda m=m, n=n, k=k, kw=kw: skinny_case(m, n, k, 7, **kw)
+            out[f"skinny.{name}.rows{m}"] = lambda m=m, n=n, k=k, kw=kw: skinny_case(
+                m, n, k, 7, **kw
+            )
+    for ranks in (16, 8):
+        for m in (1, 8, 64):
+            out[f"route.tp{ranks}.rows{m}"] = lambda m=m, r=ranks: route_case(m, r, 13)
+            out[f"latent_up.tp{ranks}.rows{m}"] = lambda m=m, r=ranks: latent_up_case(m, r, 17)
+    for m in (1, 8, 64):
+        for count in (1, 8):
+            name = f"attn_res.sources{count}.rows{m}"
+            out[name] = lambda m=m, count=count: attn_res_case(m, count, 19)
     for ranks in (16, 8):
         for n in (1, 2, 8, 64):
-            out[f"experts.tp{ranks}.rows{n}"] = lambda n=n, r=ranks: experts_case(n, r, 11)
+            for name, wide in (("experts", True), ("experts_narrow", False)):
+                if n != 2 or wide:
+                    out[f"{name}.tp{ranks}.rows{n}"] = lambda n=n, r=ranks, wide=wide: experts_case(
+                        n, r, 11, wide=wide
+                    )
     return out
 
 
@@ -268,22 +399,27 @@ def device_times(problem: Problem, repeats: int) -> tuple[dict[str, list[float]]
     calls = problem.layers * repeats
     for name, samples in times.items():
         if "k3_" in name and len(samples) % calls:
-            raise RuntimeError(f"{name}: {len(samples)} launches in {calls} calls; of {len(times)}"
-                               f" kernels {({k: len(v) for k, v in times.items()})}")
+            raise RuntimeError(
+                f"{name}: {len(samples)} launches in {calls} calls; of {len(times)}"
+                f" kernels { ({k: len(v) for k, v in times.items()}) }"
+            )
     return times, calls
 
 
-def errors(problem: Problem, layer: int) -> dict[str, float]:
-    """Relative L2 of kernel and standard path against float64."""
-    want = problem.exact(layer, problem.rows)
-    scale = np.linalg.norm(want)
-    got = f64(problem.call(jnp.int32(layer)))[problem.rows]
-    plain = f64(problem.standard(layer))[problem.rows]
-    return {
-        "kernel": float(np.linalg.norm(got - want) / scale),
-        "standard": float(np.linalg.norm(plain - want) / scale),
-        "finite": bool(np.isfinite(got).all()),
-    }
+def relative(got: np.ndarray, want: np.ndarray) -> float:
+    """Relative L2."""
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+def errors(problem: Problem, layer: int, want: np.ndarray | None = None) -> dict[str, Any]:
+    """Relative L2 of the kernel, and without `want` of the standard path, against float64."""
+    out: dict[str, Any] = {}
+    if want is None:
+        want = problem.exact(layer, problem.rows)
+        out["standard"] = relative(f64(problem.standard(layer))[problem.rows], want)
+    got = f64(problem.call(jnp.int32(layer)))
+    out |= {"kernel": relative(got[problem.rows], want), "want": want}
+    return out | {"finite": bool(np.isfinite(got).all())}
 
 
 def replays_equal(problem: Problem, times: int) -> int:
@@ -302,7 +438,7 @@ def run_case(name: str, build: Callable[[], Problem], args: Any) -> tuple[dict, 
     problem = build()
     before = errors(problem, 1)
     kernels, calls = device_times(problem, args.repeats)
-    after = errors(problem, 1)
+    after = errors(problem, 1, before["want"])
     different = replays_equal(problem, args.replays)
     ours = {k: v for k, v in kernels.items() if "k3_" in k}
     # a call may launch one name several times: sum them per call
@@ -367,7 +503,7 @@ def conditions(args: Any) -> dict[str, Any]:
         "jax": jax.__version__,
         "python": sys.version.split()[0],
         "driver": _driver(),
-        "seed": "7 (skinny), 11 (experts)",
+        "seed": "7 skinny, 11 experts, 13 route, 17 latent_up, 19 attn_res",
         "weights": f"rotated beyond {L2_TIMES} x {L2_BYTES >> 20} MiB",
         "timing": "CUPTI kernel times; L2 cold",
         "read_tb_s": READ_TB_S,

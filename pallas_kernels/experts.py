@@ -153,7 +153,9 @@ def _gate_up_bytes(z: int, t: Tuning) -> int:
 
 def _down_bytes(width: int, t: Tuning) -> int:
     item = t.down_tiles * mxfp4.tile_lines(width) * 128 + COLUMNS * width * 2
-    return t.down_warpgroups * (t.down_stages * item + COLUMNS * t.down_tiles * mxfp4.ROWS * 2) + 1024
+    return (
+        t.down_warpgroups * (t.down_stages * item + COLUMNS * t.down_tiles * mxfp4.ROWS * 2) + 1024
+    )
 
 
 def reference(

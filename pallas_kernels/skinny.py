@@ -292,12 +292,12 @@ def _interpreted(
     width = common.bucket(m)
     x = jnp.pad(x, ((0, width - m), (0, 0)), constant_values=jnp.nan)
     ws = [jnp.pad(w, ((0, 0), (0, -w.shape[1] % TILE), (0, 0))) for w in ws]
-    padded = tuple(_Kind(w.shape[1], w.shape[1], q.tiles, q.dtype, q.situ) for w, q in
-                   zip(ws, kinds, strict=True))
-    shapes = [jax.ShapeDtypeStruct((t.splits, width, q.columns), jnp.float32) for q in padded]
-    sums = _build(k, width, padded, t, shapes, None, True)(
-        x, common.layer_operand(layer), x, *ws
+    padded = tuple(
+        _Kind(w.shape[1], w.shape[1], q.tiles, q.dtype, q.situ)
+        for w, q in zip(ws, kinds, strict=True)
     )
+    shapes = [jax.ShapeDtypeStruct((t.splits, width, q.columns), jnp.float32) for q in padded]
+    sums = _build(k, width, padded, t, shapes, None, True)(x, common.layer_operand(layer), x, *ws)
     out = []
     for y, kind in zip(sums, kinds, strict=True):
         y = jnp.sum(y, 0)
@@ -354,7 +354,9 @@ def _share(kind: _Kind, width: int, t: Tuning, interpret: bool) -> tuple[int, in
     if interpret:
         return 1, TILE
     # at least one number for each of 128 threads, and 16 bytes per row for the copy engine
-    finishers = min(t.splits, width * kind.per_tile // 128, kind.per_tile * kind.dtype.itemsize // 16)
+    finishers = min(
+        t.splits, width * kind.per_tile // 128, kind.per_tile * kind.dtype.itemsize // 16
+    )
     return finishers, kind.per_tile // finishers
 
 
