@@ -486,7 +486,8 @@ def run_case(name: str, build: Callable[[], Problem], args: Any) -> tuple[dict, 
         "replays_different": different,
     }
     print(
-        f"{name:32s} {median:8.2f} us  floor {floor:7.2f}  {problem.bytes / median * 1e-3:6.0f} GB/s"
+        f"{name:32s} {median:8.2f} us  floor {floor:7.2f}"
+        f"  {problem.bytes / median * 1e-3:6.0f} GB/s"
         f"  other {figures[f'{name}.other_us']['value']:6.2f}  err {worst:.2e}"
         f" (standard {before['standard']:.2e})  {'ok' if passed else 'FAILED'}",
         flush=True,

@@ -4,11 +4,11 @@
     which `count` are valid -> x bf16 [N, D], new prefix bf16 [N, D] (and the snapshots, written in
     place at index `count` when `snapshot`)
 
-With sources s_1 .. s_count and the new prefix p = round(prefix + delta) (`reset`: round(delta)), and
-c = res_norm * res_proj in f32: score_i = rsqrt(mean(s_i^2) + eps) * sum(s_i c), shares = softmax of
-the scores, mixture = sum of share * source in f32, x = round(norm * mixture * rsqrt(mean(mixture^2)
-+ eps)). Everything between the two roundings is f32, as in profile V. Rows of the bank from `count`
-on may hold anything; they are masked, never multiplied.
+With sources s_1 .. s_count and the new prefix p = round(prefix + delta) (`reset`: round(delta)),
+and c = res_norm * res_proj in f32: score_i = rsqrt(mean(s_i^2) + eps) * sum(s_i c), shares =
+softmax of the scores, mixture = sum of share * source in f32, x = round(norm * mixture *
+rsqrt(mean(mixture^2) + eps)). Everything between the two roundings is f32, as in profile V. Rows
+of the bank from `count` on may hold anything; they are masked, never multiplied.
 
 One CTA per row, its warpgroups side by side along D; a source is read once and kept in registers.
 """

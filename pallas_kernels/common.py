@@ -162,8 +162,9 @@ def store_partial_sums(value: jax.Array, into: Any, interpret: bool) -> None:
             rest = parts[-1:] if len(parts) % 2 else []
             pairs = zip(parts[0:-1:2], parts[1::2], strict=True)
             parts = [reg.arith.addf(a, b) for a, b in pairs] + rest
-        text = _WARP_SUM + _STORE_WARP
-        reg.ptx(text, parts[0], reg.thread(), reg.shared_address(ref), volatile=True)
+        # not volatile, so that the shuffles of several sums overlap
+        (total,) = reg.ptx(_WARP_SUM, parts[0], results=1)
+        reg.ptx(_STORE_WARP, total, reg.thread(), reg.shared_address(ref), volatile=True)
 
     plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()))(code)(value, into)
 
@@ -179,7 +180,7 @@ def store_total(parts: Any, into: Any, interpret: bool) -> None:
 
     def code(_: Any, source: Any, target: Any) -> None:
         reg = Registers()
-        text = _LOAD_LANE.replace("COUNT", str(count)) + _WARP_SUM_ONLY + _STORE_FIRST
+        text = _LOAD_LANE.replace("COUNT", str(count)) + _BUTTERFLY + _STORE_FIRST
         at = reg.shared_address(source), reg.shared_address(target)
         reg.ptx(text, reg.thread(), *at, volatile=True)
 
@@ -190,14 +191,18 @@ _BUTTERFLY = "".join(
     f"shfl.sync.bfly.b32 other, sum, {1 << i}, 31, 0xFFFFFFFF;\nadd.f32 sum, sum, other;\n"
     for i in range(5)
 )
+# $0 sum over the warp of $1
+_WARP_SUM = "{\n.reg .b32 sum, other;\nmov.b32 sum, $1;\n" + _BUTTERFLY + "mov.b32 $0, sum;\n}"
 # $0 number, $1 thread, $2 four places
-_WARP_SUM = "{\n.reg .pred one;\n.reg .b32 sum, other, at;\nmov.b32 sum, $0;\n" + _BUTTERFLY
 _STORE_WARP = """
+{
+.reg .pred one;
+.reg .b32 at;
 and.b32 at, $1, 31;
 setp.eq.u32 one, at, 0;
 shr.u32 at, $1, 5;
 mad.lo.u32 at, at, 4, $2;
-@one st.shared.b32 [at], sum;
+@one st.shared.b32 [at], $0;
 }
 """
 # $0 thread, $1 numbers, $2 place
@@ -211,7 +216,6 @@ mad.lo.u32 at, lane, 4, $1;
 mov.b32 sum, 0;
 @in ld.shared.b32 sum, [at];
 """
-_WARP_SUM_ONLY = _BUTTERFLY
 _STORE_FIRST = """
 setp.eq.u32 one, $0, 0;
 @one st.shared.b32 [$2], sum;

@@ -1,17 +1,17 @@
 """Routed MXFP4 experts of one rank: gather by id, both products, SiTU between; FP32 sum.
 
     latent [N, Z] bf16, ids i32 [N, k], weights f32 [N, k], N = 1..64
-    w13 u32 [L, E T, lines, 32], w2 u32 [L, E Z/64, lines, 32]   the layer stacks, as `pack` makes them
-    result [N, Z] f32: sum over the row's experts of weight * expert(row), not rounded
+    w13 u32 [L, E T, lines, 32], w2 u32 [L, E Z/64, lines, 32]   the layer stacks, as `pack` makes
+    them result [N, Z] f32: sum over the row's experts of weight * expert(row), not rounded
 
 Rounding, as in profile V: gate and up once to bf16 after the FP32-accumulated product, SiTU in f32
 and once to bf16, the expert's output once to bf16, then weighting and summing in f32. Weights are
 exact for scale bytes 0..254.
 
 Two kernels. `gate_up` makes h = SiTU(W13 x) per *unit*, an expert with up to 8 rows; `down` makes
-W2 h per unit and writes it per (row, expert) pair; the weighted sum over a row's pairs is plain jnp.
-An expert that several rows chose is read once per 8 of its rows: for N <= 8 the eight columns of
-the tensor core's narrow operand are the rows themselves, beyond that the rows of each expert are
+W2 h per unit and writes it per (row, expert) pair; the weighted sum over a row's pairs is plain
+jnp. An expert that several rows chose is read once per 8 of its rows: for N <= 8 the eight columns
+of the tensor core's narrow operand are the rows themselves, beyond that the rows of each expert are
 gathered. Columns do not mix, so a row with NaN spoils its own pairs only, and columns that belong
 to no row may hold anything.
 
@@ -241,7 +241,7 @@ def gate_up(
     tuning: Tuning,
     interpret: bool = False,
 ) -> jax.Array:
-    """h [U, m/32, 8, 32] bf16 = SiTU(W13 x) of every unit, as `mxfp4.multiply` reads it."""
+    """H [U, m/32, 8, 32] bf16 = SiTU(W13 x) of every unit, as `mxfp4.multiply` reads it."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     n, z = latent.shape
@@ -471,7 +471,7 @@ def down(
     tuning: Tuning,
     interpret: bool = False,
 ) -> jax.Array:
-    """r [P, Z] bf16 = W2 h for every pair (each pair belongs to exactly one unit)."""
+    """R [P, Z] bf16 = W2 h for every pair (each pair belongs to exactly one unit)."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     pairs, width = h.shape[0], h.shape[1] * HALF

@@ -11,18 +11,18 @@ the tensor core wants rows 16 w + g and 16 w + 8 + g there):
     codes   [half, w, g, q, 16 bytes]   row 16 w + 8 half + g, its scale group q of the block
     scales  [w, g, q, half]
 
-and of a block of 64: codes [w, g, q, half, 8 bytes] (half a group each), scales [w, g, q / 2, half].
-A thread so reads 16 bytes at a time, all of one scale group, without bank conflicts, and one TMA
-copy of contiguous bytes brings a block.
+and of a block of 64: codes [w, g, q, half, 8 bytes] (half a group each), scales [w, g, q / 2,
+half]. A thread so reads 16 bytes at a time, all of one scale group, without bank conflicts, and
+one TMA copy of contiguous bytes brings a block.
 
 Along K the tensor core sees another order than the checkpoint (`k_order`): word i of lane q holds
 eight neighbours, and its nibbles p and p + 4 become one pair of bf16 numbers (e = 0, 1). The other
-operand, 8 columns of K numbers, is stored as the lanes want it: for each 32 positions [column, q, p,
-e] (`operand_order`), so that a lane's share of a block is 16 bytes four times. A sum over K does not
-care about its order.
+operand, 8 columns of K numbers, is stored as the lanes want it: for each 32 positions [column, q,
+p, e] (`operand_order`), so that a lane's share of a block is 16 bytes four times. A sum over K
+does not care about its order.
 
-The products are `mma.sync` m16n8k16, not wgmma: with 8 columns wgmma wins nothing, and its registers
-would have to be waited for before the next block could be decoded.
+The products are `mma.sync` m16n8k16, not wgmma: with 8 columns wgmma wins nothing, and its
+registers would have to be waited for before the next block could be decoded.
 """
 
 from __future__ import annotations
@@ -254,7 +254,7 @@ def zeros() -> jax.Array:
 def multiply(
     acc: jax.Array, block: Any, operand: Any, k: int, *, wide: bool, interpret: bool
 ) -> jax.Array:
-    """acc f32 [64, 8] plus the product of one block, k = 128 or 64, with `operand` [k/32, 8, 32].
+    """Acc f32 [64, 8] plus the product of one block, k = 128 or 64, with `operand` [k/32, 8, 32].
 
     Both are shared-memory refs. `wide` False takes scale bytes up to 128 only. The block may be
     overwritten when this returns: all warps of the warpgroup have read it. The interpreter, which

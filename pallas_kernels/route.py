@@ -1,4 +1,4 @@
-"""Router share and latent-down share in one kernel, with the shared experts' first product if wanted.
+"""Router share and latent-down share in one kernel, and the shared experts' first product.
 
     x bf16 [N, D]; gate bf16 [L, E/R, D]; down bf16 [L, Z/R, D]; shared bf16 [L, 2M, D]
     logits f32 [N, E/R] (FP32 sums, not rounded), latent bf16 [N, Z/R] (one rounding),

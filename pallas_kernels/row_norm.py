@@ -1,11 +1,11 @@
 """RMS norm of a product's rows, inside the product's kernel (`skinny` with `norm`).
 
-y = W round(x w r) with r = rsqrt(mean(x^2) + eps) needs r before the product, which would cost another
-pass over x. r is one number per row, so it is applied to the sums instead: y = r (W round(x w)). The
-rounding is of x w in place of x w r: as many roundings of the same relative size.
+y = W round(x w r) with r = rsqrt(mean(x^2) + eps) needs r before the product, which would cost
+another pass over x. r is one number per row, so it is applied to the sums instead: y = r (W
+round(x w)). The rounding is of x w in place of x w r: as many roundings of the same relative size.
 
-A warpgroup scales each of its x tiles in shared memory after the copy engine brought it, and adds up
-the squares of what it sees; the sums of squares meet where the sums of the product meet.
+A warpgroup scales each of its x tiles in shared memory after the copy engine brought it, and adds
+up the squares of what it sees; the sums of squares meet where the sums of the product meet.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def no_squares(width: int) -> jax.Array:
 
 
 def scale_tile(squares: jax.Array, tile: Any, weight: Any, width: int) -> jax.Array:
-    """Multiply a tile, shared bf16 [width, 128], by global bf16 [128]; squares with its own added."""
+    """Multiply a tile, shared bf16 [width, 128], by global bf16 [128]; add its squares up."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     layout = _layout(width)
@@ -87,7 +87,8 @@ def scale_tile(squares: jax.Array, tile: Any, weight: Any, width: int) -> jax.Ar
         thread = reg.thread()
         # 64 pieces of 16 bytes are 8 rows of 64 columns; a row's pieces are permuted by its number
         column = reg.ptx(
-            "{ .reg .b32 a, b; shr.u32 a, $1, 3; xor.b32 a, a, $1; and.b32 a, a, 7; shl.b32 a, a, 4;"
+            "{ .reg .b32 a, b; shr.u32 a, $1, 3; xor.b32 a, a, $1; and.b32 a, a, 7;"
+            " shl.b32 a, a, 4;"
             " and.b32 b, $1, 64; shl.b32 b, b, 1; add.u32 $0, a, b; }",
             thread,
             results=1,

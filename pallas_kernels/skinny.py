@@ -1,4 +1,4 @@
-"""y = x W^T for few rows: BF16 weights streamed once, FP32 accumulation; several W of one x at once.
+"""y = x W^T for few rows: BF16 weights streamed once, FP32 accumulation; also several W of one x.
 
     x [M, K] bf16, M = 1..64;  each w [L, N, K] bf16, the whole stack;  layer: which matrix of it
     y [M, N] f32 (not rounded) or bf16 (one rounding)
@@ -11,9 +11,9 @@ The weights are the 64-row operand of the tensor core and the rows of x the narr
 8, 16, 32 or 64 columns by TMA, which reads zeros beyond the array. A column never enters another
 column's sum, so a row that holds NaN cannot reach other rows.
 
-64 rows of a w belong to a cluster of `splits` CTAs, each with its part of K. A CTA's warpgroups take
-the steps of that part in turn, each through a TMA ring of its own. All sums meet through (distributed)
-shared memory and are added in one fixed order, so results do not depend on timing.
+64 rows of a w belong to a cluster of `splits` CTAs, each with its part of K. A CTA's warpgroups
+take the steps of that part in turn, each through a TMA ring of its own. All sums meet through
+(distributed) shared memory and are added in one fixed order, so results do not depend on timing.
 
 With `norm=(weight, eps)` the rows of x are normalised on the way: y = W rmsnorm(x), see `row_norm`.
 """
@@ -107,9 +107,9 @@ class Tuning:
 def default_tuning(m: int, tiles: int, k: int) -> Tuning:
     """What measured best on an H200.
 
-    About 100 CTAs, so K is split where there are few tiles; with more splits than that the cluster's
-    barriers cost more than they bring. A step's latency is hidden by several warpgroups, or, for wide
-    operands, by longer rings.
+    About 100 CTAs, so K is split where there are few tiles; with more splits than that the
+    cluster's barriers cost more than they bring. A step's latency is hidden by several warpgroups,
+    or, for wide operands, by longer rings.
     """
     step = 128 if k % 128 == 0 else 64
     steps, splits = k // step, 1
@@ -122,7 +122,8 @@ def default_tuning(m: int, tiles: int, k: int) -> Tuning:
         warpgroups = 4 if splits == 1 and tiles <= 104 else 2
     stages = min(5, -(-steps // splits // warpgroups))
     while stages > 1 and shared_bytes(width, Tuning(step, stages, warpgroups)) > (
-        # two CTAs per multiprocessor hide each other's start and end, where they fit with two stages
+        # two CTAs per multiprocessor hide each other's start and end, where they fit with two
+        # stages
         common.SHARED_MEMORY // (2 if tiles * splits > CORES and stages > 2 else 1)
     ):
         stages -= 1
@@ -212,7 +213,7 @@ def _finished(y: jax.Array, kind: _Kind) -> jax.Array:
 
 
 def situ_f32(gate: jax.Array, up: jax.Array, beta: float, linear_beta: float) -> jax.Array:
-    """b tanh(g/b) sigmoid(g) * c tanh(u/c) in f32, not rounded."""
+    """B tanh(g/b) sigmoid(g) * c tanh(u/c) in f32, not rounded."""
     soft_gate = beta * jnp.tanh(gate * (1 / beta)) / (1 + jnp.exp(-gate))
     return soft_gate * (linear_beta * jnp.tanh(up * (1 / linear_beta)))
 
@@ -431,7 +432,7 @@ def _body(
             sums[wg] = pl.run_scoped(accumulate, plgpu.ACC((TILE, width), jnp.float32))
 
         def store(y, kind, first, staged):
-            finishers, columns = _share(kind, width, t, interpret)
+            columns = _share(kind, width, t, interpret)[1]
             if interpret:
                 staged[...] = _local_total(sums, 0, TILE, width, t)
                 target, start = y.at[split], (tile - first) * TILE

@@ -2,16 +2,16 @@
 
     ids i32 [N, k], N = 1..64 -> count i32 [1], table i32 [N k, 10]
 
-A table row is: expert, number of rows, then 8 slots; a slot is pair * 8 + column, with pair = n * k + j
-for the j-th expert of row n. The column is that of the tensor core's narrow operand that will hold row
-n: n itself for N <= 8, beyond that the slot's own number. Units ascend by expert, and their slots by row
-(one row: units in the row's own order). Table rows from `count` on, and slots beyond a unit's number of
-rows, hold nothing.
+A table row is: expert, number of rows, then 8 slots; a slot is pair * 8 + column, with pair = n *
+k + j for the j-th expert of row n. The column is that of the tensor core's narrow operand that
+will hold row n: n itself for N <= 8, beyond that the slot's own number. Units ascend by expert,
+and their slots by row (one row: units in the row's own order). Table rows from `count` on, and
+slots beyond a unit's number of rows, hold nothing.
 
-`plan` is one warpgroup. It collects each expert's rows as a set of bits (the order in which bits are
-set does not matter, so the result is a function of ids alone), adds up units over the experts, and
-then places every pair by counting bits. Its twin for the interpreter, and for one row, where nothing
-can coincide, is `group_rows`.
+`plan` is one warpgroup. It collects each expert's rows as a set of bits (the order in which bits
+are set does not matter, so the result is a function of ids alone), adds up units over the experts,
+and then places every pair by counting bits. Its twin for the interpreter, and for one row, where
+nothing can coincide, is `group_rows`.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def group_rows(ids: jax.Array) -> Units:
 def limits(ids: jax.Array, experts: int) -> list[str]:
     """Unmet conditions, each with what was found and what is expected."""
     out: list[str] = []
-    n, k = ids.shape
+    n = ids.shape[0]
     common.expect(out, "rows", n, f"1..{common.MAX_ROWS}", 1 <= n <= common.MAX_ROWS)
     common.expect(out, "dtype of ids", ids.dtype, "int32", ids.dtype == jnp.int32)
     used, limit = 4 * _words(experts), common.SHARED_MEMORY
@@ -168,7 +168,8 @@ shr.u32 out, low, 3;
 mov.b32 $0, out;
 }
 """
-# $0 sum over this warp's lanes up to this one; $1 own number, $2 thread, $3 where the warps' sums go
+# $0 sum over this warp's lanes up to this one; $1 own number, $2 thread, $3 where the warps' sums
+# go
 _SCAN = """
 {
 .reg .b32 out;

@@ -33,7 +33,7 @@ def operands(rng, rows, count, dtype):
     ],
 )
 def test_attn_res(rows, count, kw):
-    """Against the standard stages' formulas; what lies beyond `count` is NaN and must not matter."""
+    """Against the standard stages' formulas; what lies beyond `count` is NaN."""
     rng = np.random.default_rng(rows)
     dtype = jnp.float32 if kw.get("reset") else jnp.bfloat16
     prefix, snapshots, count, delta, *weights = operands(rng, rows, count, dtype)

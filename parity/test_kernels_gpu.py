@@ -1,4 +1,4 @@
-"""Kernels on a GPU: what the interpreter cannot run (clusters, register code), at small and real shapes.
+"""Kernels on a GPU: what the interpreter cannot run (clusters, register code), real shapes too.
 
 Figures and the comparison with float64 at every real shape are `python -m bench.ops`.
 """
@@ -25,8 +25,8 @@ def with_nan_row(x, row=1):
     return x.at[row].set(jnp.nan) if x.shape[0] > row else x
 
 
-@pytest.mark.parametrize("m", [1, 5, 8, 13, 32, 64])
-@pytest.mark.parametrize("splits", [1, 2, 4, 8])
+@pytest.mark.parametrize("m", [1, 13, 64])
+@pytest.mark.parametrize("splits", [1, 4, 8])
 def test_clusters_and_clipped_copies(m, splits):
     n, k = 200, 1024
     x, w = with_nan_row(normal(0, m, k)), normal(1, 2, n, k, scale=1 / 32)
@@ -53,7 +53,7 @@ def test_route_and_latent_up(m):
 
 @pytest.mark.parametrize("n", [2, 8, 9, 64])
 def test_unit_plan(n):
-    for e in (16, 40, 896):
+    for e in (40, 896):
         rng = np.random.default_rng(e)
         ids = jnp.asarray(np.stack([rng.permutation(e)[:16] for _ in range(n)]), jnp.int32)
         got, want = units.plan(ids, e), units.group_rows(ids)
@@ -108,7 +108,7 @@ def test_decode_is_exact(wide):
 
 
 @pytest.mark.parametrize("wide", [True, False])
-@pytest.mark.parametrize(("n", "width"), [(1, 192), (7, 384), (8, 192), (40, 192)])
+@pytest.mark.parametrize(("n", "width"), [(1, 192), (7, 384), (40, 192)])
 def test_experts(n, width, wide):
     """All scale bytes that keep the sums finite; up to 40 rows of one expert; a row of NaN."""
     e, z, k = 20, 3584, 4
