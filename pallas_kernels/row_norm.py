@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from pallas_kernels import common
 
@@ -131,3 +132,24 @@ def store_squares(squares: jax.Array, into: Any, width: int) -> None:
             reg.ptx(_STORE, word, reg.thread(), reg.add(base, 64 * j), volatile=True)
 
     plgpu.inline_mgpu(arg_types=(_layout(width), plgpu.RefType()))(code)(squares, into)
+
+
+# $1 sum, $2 sum of squares
+_NORM = """
+{
+.reg .b32 v;
+fma.rn.f32 v, $2, INVERSE, EPSILON;
+rsqrt.approx.f32 v, v;
+mul.f32 $0, v, $1;
+}
+"""
+
+
+def scaled(reg: common.Registers, value: Any, squares: Any, count: int, eps: float) -> Any:
+    """A sum of the product times rsqrt(mean(x^2) + eps) of its row, all f32 registers."""
+    text = _NORM.replace("INVERSE", _literal(1 / count)).replace("EPSILON", _literal(eps))
+    return reg.ptx(text, value, squares, results=1, kind=reg.f32)[0]
+
+
+def _literal(value: float) -> str:
+    return f"0f{int(np.float32(value).view(np.uint32)):08X}"

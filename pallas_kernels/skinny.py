@@ -113,9 +113,10 @@ def default_tuning(m: int, tiles: int, k: int) -> Tuning:
     """
     step = 128 if k % 128 == 0 else 64
     steps, splits = k // step, 1
-    while splits < MAX_SPLITS and tiles * splits * 2 <= 104 and steps % (splits * 2) == 0:
-        splits *= 2
     width = common.bucket(m)
+    most = 100 if width <= 16 else 104
+    while splits < MAX_SPLITS and tiles * splits * 2 <= most and steps % (splits * 2) == 0:
+        splits *= 2
     if width > 16 or (splits > 1 and steps // splits <= 8):
         warpgroups = 1
     else:
@@ -539,15 +540,6 @@ shl.b32 r, r, 2;
 add.u32 $0, r, $2;
 }
 """
-# $1 sum, $2 sum of squares
-_NORM = """
-{
-.reg .b32 v;
-fma.rn.f32 v, $2, INVERSE, EPSILON;
-rsqrt.approx.f32 v, v;
-mul.f32 $0, v, $1;
-}
-"""
 
 
 def _cluster_total(
@@ -593,16 +585,10 @@ def _cluster_total(
             if norm is not None:
                 at = place(_SQUARES_PLACE, element, reg.shared_address(squares_ref))
                 seen = gathered(at, [g * width * 8 + half for g in groups for half in (0, 32)])
-                text = _NORM.replace("INVERSE", _ptx_float(1 / norm[0]))
-                text = text.replace("EPSILON", _ptx_float(norm[1]))
-                value = reg.ptx(text, value, seen, results=1, kind=reg.f32)[0]
+                value = row_norm.scaled(reg, value, seen, *norm)
             word = reg.llvm.bitcast(reg.i32, value)
             registers.flat[i] = reg.as_type(word, frag.registers_element_type(reg.f32))
         return reg.fa.FragmentedArray(_registers=registers, _layout=frag, _is_signed=None)
 
     call = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()), return_type=out)
     return call(code)(sums.at[0, pl.ds(first, columns)], squares)
-
-
-def _ptx_float(value: float) -> str:
-    return f"0f{int(np.float32(value).view(np.uint32)):08X}"
