@@ -169,16 +169,17 @@ def limits(
         common.expect(
             out, "out_dtype", p.kind.dtype, "float32 or bfloat16", p.kind.dtype in allowed
         )
-    used = shared_bytes(common.bucket(rows), t)
+    used = shared_bytes(common.bucket(rows), t, norm is not None)
     limit = common.SHARED_MEMORY
     common.expect(out, "shared memory", used, f"at most {limit} bytes", used <= limit)
     return out
 
 
-def shared_bytes(width: int, t: Tuning) -> int:
-    """Shared memory of one CTA."""
+def shared_bytes(width: int, t: Tuning, norm: bool = False) -> int:
+    """Shared memory of one CTA: rings, sums, the result on its way out, squares, barriers."""
     ring = t.warpgroups * t.stages * (TILE + width) * t.step * 2
-    return ring + (t.warpgroups + 1) * TILE * width * 4 + 1024
+    sums = (t.warpgroups + 1) * TILE * width * 4
+    return ring + sums + norm * t.warpgroups * width * 8 + 1024
 
 
 def reference(
@@ -323,6 +324,7 @@ def _build(
     bf16, f32 = jnp.bfloat16, jnp.float32
     ring = t.warpgroups * t.stages
     tiles = sum(kind.tiles for kind in kinds)
+    squares = dict(squares=plgpu.SMEM((t.warpgroups, width // 8, 16), f32))
     if interpret:
         grid = dict(grid=(tiles, t.splits), grid_names=("tile", "split"))
     else:
@@ -342,7 +344,7 @@ def _build(
             sums=plgpu.SMEM((t.warpgroups, TILE, width), f32),
             full=plgpu.Barrier(num_barriers=ring, num_arrivals=3),
             done=plgpu.Barrier(num_barriers=1, num_arrivals=t.warpgroups),
-            squares=plgpu.SMEM((t.warpgroups, width // 8, 16), f32),
+            **({} if eps is None else squares),
             **{
                 f"y{i}": plgpu.SMEM((width, _share(kind, width, t, interpret)[1]), shape.dtype)
                 for i, (kind, shape) in enumerate(zip(kinds, shapes, strict=True))
@@ -386,7 +388,7 @@ def _body(
         sums,  # f32 [warpgroups, 64, width]
         full,
         done,
-        squares,  # f32 [warpgroups, width / 8, 16]: of the rows of x, if there is a norm
+        squares=None,  # f32 [warpgroups, width / 8, 16]: of the rows of x, if there is a norm
         **ys,  # y0, y1, ...: [width, columns of a finisher]
     ):
         tile, split, wg = (lax.axis_index(name) for name in ("tile", "split", "wg"))
@@ -591,4 +593,5 @@ def _cluster_total(
         return reg.fa.FragmentedArray(_registers=registers, _layout=frag, _is_signed=None)
 
     call = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()), return_type=out)
-    return call(code)(sums.at[0, pl.ds(first, columns)], squares)
+    unused = sums.at[0]
+    return call(code)(sums.at[0, pl.ds(first, columns)], unused if squares is None else squares)
