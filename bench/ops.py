@@ -142,7 +142,7 @@ def route_case(m: int, ranks: int, seed: int) -> Problem:
     ]
     fast = jax.jit(
         lambda x, layer, *ws: jnp.concatenate(
-            [y.astype(jnp.float32) for y in route(x, *ws, layer, betas=SITU)], axis=-1
+            [y.astype(jnp.float32) for y in route(x, *ws[:3], layer=layer, betas=SITU)], axis=-1
         )
     )
 
@@ -519,7 +519,7 @@ def _driver() -> str:
 
 def main(argv: list[str] | None = None) -> int:
     """Run the cases that match; 0 only if all passed."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("match", nargs="*", help="parts of case names; none runs all")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--repeats", type=int, default=3)

@@ -33,11 +33,19 @@ def unmet_conditions() -> list[str]:
 
 
 def architecture(device: jax.Device | None = None) -> str:
-    """`sm_90`, `sm_100`, ... of a device (default: the first); `cpu` where there is no GPU."""
-    device = device or jax.devices()[0]
-    if device.platform != "gpu":
-        return device.platform
-    return "sm_" + str(device.compute_capability).replace(".", "")
+    """`sm_90`, `sm_100`, ... of a device; `cpu` where there is no GPU.
+
+    Default: the device that JAX places arrays on, which may be one that is only described.
+    """
+    device = device or jax.config.jax_default_device or jax.devices()[0]
+    capability = getattr(device, "compute_capability", None)
+    return "cpu" if capability is None else "sm_" + str(capability).replace(".", "")
+
+
+def blackwell() -> bool:
+    """Whether kernels are built for a GPU with tensor memory (sm_100 and later)."""
+    name = architecture()
+    return name.startswith("sm_") and int(name[3:]) >= 100
 
 
 def bucket(rows: int) -> int:

@@ -26,13 +26,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
-from pallas_kernels import common, row_norm
+from pallas_kernels import cluster_sum, common, row_norm, skinny_sm100
 
 TILE = 64  # rows of w per cluster: the row count of a wgmma instruction
-HALF = TILE // 2
 CORES = 132
 MAX_SPLITS = 8  # cluster size that every device takes
 
@@ -61,22 +59,18 @@ class Projection:
         """Columns of y."""
         return self.rows if self.situ is None else self.rows // 2
 
-    @property
-    def tiles(self) -> int:
-        """Tiles of 64 rows of w."""
-        return -(-self.rows // TILE)
-
-    @property
-    def kind(self) -> _Kind:
-        """The same without arrays."""
+    def kind(self, tile: int) -> _Kind:
+        """The same without arrays, for tiles of that many rows."""
         out = jnp.bfloat16 if self.situ is not None else self.out_dtype
-        return _Kind(self.rows, self.columns, self.tiles, jnp.dtype(out), self.situ)
+        tiles = -(-self.rows // tile)
+        return _Kind(self.rows, self.columns, tile, tiles, jnp.dtype(out), self.situ)
 
 
 @dataclass(frozen=True)
 class _Kind:
     rows: int
     columns: int
+    tile: int
     tiles: int
     dtype: Any
     situ: tuple[float, float] | None
@@ -84,7 +78,7 @@ class _Kind:
     @property
     def per_tile(self) -> int:
         """Columns of y that a tile gives."""
-        return TILE if self.situ is None else HALF
+        return self.tile if self.situ is None else self.tile // 2
 
 
 @dataclass(frozen=True)
@@ -96,39 +90,43 @@ class Tuning:
         stages: steps in flight per warpgroup.
         warpgroups: warpgroups per CTA, sharing the steps along K.
         splits: CTAs along K, a cluster; a power of two up to 8.
+        tile: rows of w per cluster: 64 (wgmma) or 128 (tcgen05, with one warpgroup).
     """
 
     step: int = 128
     stages: int = 3
     warpgroups: int = 2
     splits: int = 1
+    tile: int = TILE
 
 
-def default_tuning(m: int, tiles: int, k: int) -> Tuning:
-    """What measured best on an H200.
+def default_tuning(m: int, rows: Sequence[int], k: int, blackwell: bool = False) -> Tuning:
+    """What measured best on an H200 for matrices of so many rows; a guess on Blackwell.
 
     About 100 CTAs, so K is split where there are few tiles; with more splits than that the
     cluster's barriers cost more than they bring. A step's latency is hidden by several warpgroups,
     or, for wide operands, by longer rings.
     """
+    tile = skinny_sm100.TILE if blackwell else TILE
+    tiles = sum(-(-n // tile) for n in rows)
     step = 128 if k % 128 == 0 else 64
     steps, splits = k // step, 1
     width = common.bucket(m)
     most = 100 if width <= 16 else 104
     while splits < MAX_SPLITS and tiles * splits * 2 <= most and steps % (splits * 2) == 0:
         splits *= 2
-    if width > 16 or (splits > 1 and steps // splits <= 8):
+    if blackwell or width > 16 or (splits > 1 and steps // splits <= 8):
         warpgroups = 1
     else:
         warpgroups = 4 if splits == 1 and tiles <= 104 else 2
     stages = min(5, -(-steps // splits // warpgroups))
-    while stages > 1 and shared_bytes(width, Tuning(step, stages, warpgroups)) > (
+    while stages > 1 and shared_bytes(width, Tuning(step, stages, warpgroups, tile=tile)) > (
         # two CTAs per multiprocessor hide each other's start and end, where they fit with two
         # stages
         common.SHARED_MEMORY // (2 if tiles * splits > CORES and stages > 2 else 1)
     ):
         stages -= 1
-    return Tuning(step, stages, warpgroups, splits)
+    return Tuning(step, stages, warpgroups, splits, tile)
 
 
 def limits(
@@ -147,7 +145,11 @@ def limits(
         return out
     m, k = x.shape
     rows = min(max(m, 1), common.MAX_ROWS)
-    t = tuning or default_tuning(rows, sum(p.tiles for p in items), k)
+    t = tuning or default_tuning(rows, [p.rows for p in items], k, common.blackwell())
+    wanted = skinny_sm100.TILE if common.blackwell() else TILE
+    common.expect(out, "tile", t.tile, f"{wanted} on {common.architecture()}", t.tile == wanted)
+    ok = t.tile == TILE or t.warpgroups == 1
+    common.expect(out, "warpgroups", t.warpgroups, "1 with tcgen05", ok)
     common.expect(out, "rows of x", m, f"1..{common.MAX_ROWS}", 1 <= m <= common.MAX_ROWS)
     common.expect(out, "columns", k, "a multiple of 64", k % 64 == 0)
     cut = t.step * t.splits
@@ -163,12 +165,11 @@ def limits(
         name, n = f"w[{i}]", p.rows
         common.expect(out, f"columns of {name}", p.w.shape[2], k, p.w.shape[2] == k)
         common.expect(out, f"dtype of {name}", p.w.dtype, "bfloat16", p.w.dtype == jnp.bfloat16)
-        unit = 8 if p.situ is None else TILE
+        unit = 8 if p.situ is None else t.tile
         common.expect(out, f"rows of {name}", n, f"a multiple of {unit} (pad them)", n % unit == 0)
         allowed = (jnp.float32, jnp.bfloat16)
-        common.expect(
-            out, "out_dtype", p.kind.dtype, "float32 or bfloat16", p.kind.dtype in allowed
-        )
+        dtype = p.kind(t.tile).dtype
+        common.expect(out, "out_dtype", dtype, "float32 or bfloat16", dtype in allowed)
     used = shared_bytes(common.bucket(rows), t, norm is not None)
     limit = common.SHARED_MEMORY
     common.expect(out, "shared memory", used, f"at most {limit} bytes", used <= limit)
@@ -177,8 +178,8 @@ def limits(
 
 def shared_bytes(width: int, t: Tuning, norm: bool = False) -> int:
     """Shared memory of one CTA: rings, sums, the result on its way out, squares, barriers."""
-    ring = t.warpgroups * t.stages * (TILE + width) * t.step * 2
-    sums = (t.warpgroups + 1) * TILE * width * 4
+    ring = t.warpgroups * t.stages * (t.tile + width) * t.step * 2
+    sums = (t.warpgroups + 1) * t.tile * width * 4
     return ring + sums + norm * t.warpgroups * width * 8 + 1024
 
 
@@ -202,7 +203,7 @@ def reference(
             p.w[layer].astype(jnp.float32),
             precision=lax.Precision.HIGHEST,
         )
-        out.append(_finished(y, p.kind))
+        out.append(_finished(y, p.kind(TILE)))
     return out
 
 
@@ -256,8 +257,8 @@ def projections(
     common.require(limits(x, items, norm=norm, tuning=tuning), "skinny")
     m, k = x.shape
     width = common.bucket(m)
-    kinds = tuple(p.kind for p in items)
-    t = tuning or default_tuning(m, sum(p.tiles for p in items), k)
+    t = tuning or default_tuning(m, [p.rows for p in items], k, common.blackwell())
+    kinds = tuple(p.kind(t.tile) for p in items)
     ws = [p.w for p in items]
     if interpret:
         return _interpreted(x, ws, layer, kinds, norm, t)
@@ -296,7 +297,7 @@ def _interpreted(
     x = jnp.pad(x, ((0, width - m), (0, 0)), constant_values=jnp.nan)
     ws = [jnp.pad(w, ((0, 0), (0, -w.shape[1] % TILE), (0, 0))) for w in ws]
     padded = tuple(
-        _Kind(w.shape[1], w.shape[1], q.tiles, q.dtype, q.situ)
+        _Kind(w.shape[1], w.shape[1], q.tile, q.tiles, q.dtype, q.situ)
         for w, q in zip(ws, kinds, strict=True)
     )
     shapes = [jax.ShapeDtypeStruct((t.splits, width, q.columns), jnp.float32) for q in padded]
@@ -305,7 +306,7 @@ def _interpreted(
     for y, kind in zip(sums, kinds, strict=True):
         y = jnp.sum(y, 0)
         if kind.situ is not None:  # columns are those of the tiles: 32 gate rows, their 32 up rows
-            y = y.reshape(width, -1, 2, HALF).swapaxes(1, 2).reshape(width, -1)
+            y = y.reshape(width, -1, 2, TILE // 2).swapaxes(1, 2).reshape(width, -1)
         out.append(_finished(y[:m, : kind.rows] * factor, kind))
     return out
 
@@ -339,12 +340,13 @@ def _build(
         num_threads=t.warpgroups,
         thread_name="wg",
         scratch_types=dict(
-            ws=plgpu.SMEM((ring, TILE, t.step), bf16, transforms=common.tiled(bf16, t.step)),
+            ws=plgpu.SMEM((ring, t.tile, t.step), bf16, transforms=common.tiled(bf16, t.step)),
             xs=plgpu.SMEM((ring, width, t.step), bf16, transforms=common.tiled(bf16, t.step)),
-            sums=plgpu.SMEM((t.warpgroups, TILE, width), f32),
+            sums=plgpu.SMEM((t.warpgroups, t.tile, width), f32),
             full=plgpu.Barrier(num_barriers=ring, num_arrivals=3),
             done=plgpu.Barrier(num_barriers=1, num_arrivals=t.warpgroups),
             **({} if eps is None else squares),
+            **({} if t.tile == TILE else skinny_sm100.scratch(width, t.stages)),
             **{
                 f"y{i}": plgpu.SMEM((width, _share(kind, width, t, interpret)[1]), shape.dtype)
                 for i, (kind, shape) in enumerate(zip(kinds, shapes, strict=True))
@@ -356,7 +358,7 @@ def _build(
 def _share(kind: _Kind, width: int, t: Tuning, interpret: bool) -> tuple[int, int]:
     """CTAs of a cluster that finish a tile, and columns of y of each."""
     if interpret:
-        return 1, TILE
+        return 1, t.tile
     # at least one number for each of 128 threads, and 16 bytes per row for the copy engine
     finishers = min(
         t.splits, width * kind.per_tile // 128, kind.per_tile * kind.dtype.itemsize // 16
@@ -383,29 +385,32 @@ def _body(
         layer,  # i32 [1]
         norm,  # bf16 [K], if there is a norm
         *refs,  # bf16 [L, N, K] each, then outputs [M, N] each (interpreter: f32 [S, width, N])
-        ws,  # bf16 [ring, 64, step]
+        ws,  # bf16 [ring, tile, step]
         xs,  # bf16 [ring, width, step]
-        sums,  # f32 [warpgroups, 64, width]
+        sums,  # f32 [warpgroups, tile, width]
         full,
         done,
         squares=None,  # f32 [warpgroups, width / 8, 16]: of the rows of x, if there is a norm
+        acc=None,  # f32 [128, width] in tensor memory, with tcgen05; and its two barriers
+        read=None,
+        complete=None,
         **ys,  # y0, y1, ...: [width, columns of a finisher]
     ):
         tile, split, wg = (lax.axis_index(name) for name in ("tile", "split", "wg"))
         mine = (steps - wg + t.warpgroups - 1) // t.warpgroups
-        which = layer[0]
+        which, half = layer[0], t.tile // 2
 
         def run(w, kind, first):
             local = tile - first
 
             def issue(j, slot):
                 cols = pl.ds((split * steps + wg + j * t.warpgroups) * t.step, t.step)
-                for part in range(2):  # with SiTU 32 gate rows, and the up rows that belong to them
-                    apart = HALF if kind.situ is None else kind.rows // 2
-                    row = local * (TILE if kind.situ is None else HALF) + part * apart
-                    into = ws.at[slot, pl.ds(part * HALF, HALF)]
+                for part in range(2):  # with SiTU gate rows, and the up rows that belong to them
+                    apart = half if kind.situ is None else kind.rows // 2
+                    row = local * kind.per_tile + part * apart
+                    into = ws.at[slot, pl.ds(part * half, half)]
                     plgpu.copy_gmem_to_smem(
-                        w.at[which, pl.ds(row, HALF), cols], into, full.at[slot]
+                        w.at[which, pl.ds(row, half), cols], into, full.at[slot]
                     )
                 # a start known at run time only lets the box reach beyond the last row of x
                 source = x.at[pl.ds(tile * 0, width), cols]
@@ -414,31 +419,41 @@ def _body(
             for s in range(t.stages):
                 pl.when(s < mine)(lambda s=s: issue(s, wg * t.stages + s))
 
-            def accumulate(acc):
+            def ready(j, slot, seen):
+                plgpu.barrier_wait(full.at[slot])
+                if eps is None:
+                    return seen
+                cols = pl.ds((split * steps + wg + j * t.warpgroups) * t.step, t.step)
+                return row_norm.scale_tile(seen, xs.at[slot], norm.at[cols], width)
+
+            def accumulate(sum_ref):
                 def step(j, seen):
                     slot = wg * t.stages + lax.rem(j, t.stages)
-                    plgpu.barrier_wait(full.at[slot])
-                    if eps is not None:
-                        cols = pl.ds((split * steps + wg + j * t.warpgroups) * t.step, t.step)
-                        seen = row_norm.scale_tile(seen, xs.at[slot], norm.at[cols], width)
-                    plgpu.wgmma(acc, ws.at[slot], common.tref(xs.at[slot]))
+                    seen = ready(j, slot, seen)
+                    plgpu.wgmma(sum_ref, ws.at[slot], common.tref(xs.at[slot]))
                     plgpu.wgmma_wait(0)
                     pl.when(j + t.stages < mine)(lambda: issue(j + t.stages, slot))
                     return seen
 
-                seen = None if eps is None else row_norm.no_squares(width)
-                seen = lax.fori_loop(0, mine, step, seen)
-                if eps is not None:
-                    row_norm.store_squares(seen, squares.at[wg], width)
-                return acc[...]
+                seen = lax.fori_loop(0, mine, step, start)
+                return (sum_ref[...],) if eps is None else (sum_ref[...], seen)
 
-            sums[wg] = pl.run_scoped(accumulate, plgpu.ACC((TILE, width), jnp.float32))
+            start = None if eps is None else row_norm.no_squares(width)
+            if t.tile == TILE:
+                result = pl.run_scoped(accumulate, plgpu.ACC((TILE, width), jnp.float32))
+            else:
+                result = skinny_sm100.accumulate(
+                    mine, t.stages, ready, issue, ws, xs, acc, read, complete, start
+                )
+            sums[wg] = result[0]
+            if eps is not None:
+                row_norm.store_squares(result[1], squares.at[wg], width)
 
         def store(y, kind, first, staged):
             columns = _share(kind, width, t, interpret)[1]
             if interpret:
-                staged[...] = _local_total(sums, 0, TILE, width, t)
-                target, start = y.at[split], (tile - first) * TILE
+                staged[...] = cluster_sum.local_total(sums, 0, t.tile)
+                target, start = y.at[split], (tile - first) * t.tile
             else:
                 staged[...] = _result(
                     sums, squares, split * columns, columns, width, kind, t, eps and (k, eps)
@@ -459,7 +474,7 @@ def _body(
             here = (tile >= low) & (tile < high)
             pl.when(here)(lambda i=i, kind=kind, low=low: run(refs[i], kind, low))
         if t.splits > 1 and not interpret:
-            _cluster_barrier()
+            cluster_sum.barrier()
         else:
             plgpu.barrier_arrive(done.at[0])
             pl.when(wg == 0)(lambda: plgpu.barrier_wait(done.at[0]))
@@ -472,15 +487,9 @@ def _body(
                 lambda i=i, kind=kind, low=low: store(refs[count + i], kind, low, ys[f"y{i}"])
             )
         if t.splits > 1 and not interpret:
-            _cluster_barrier()  # nobody leaves while its sums are read
+            cluster_sum.barrier()  # nobody leaves while its sums are read
 
     return body
-
-
-def _cluster_barrier() -> None:
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    plgpu.inline_mgpu()(lambda _: common.Registers().cluster_barrier())()
 
 
 def _result(
@@ -497,101 +506,15 @@ def _result(
 
     def total(start: Any) -> jax.Array:
         if t.splits == 1 and norm is None:
-            return _local_total(sums, start, columns, width, t)
-        return _cluster_total(sums, squares, start, columns, width, t, norm)
+            return cluster_sum.local_total(sums, start, columns)
+        return cluster_sum.cluster_total(
+            sums, None if norm is None else squares, start, columns, t.splits, norm
+        )
 
     if kind.situ is None:
         return total(first).astype(kind.dtype)
     rounded = [
-        total(first + part * HALF).astype(jnp.bfloat16).astype(jnp.float32) for part in range(2)
+        total(first + part * (t.tile // 2)).astype(jnp.bfloat16).astype(jnp.float32)
+        for part in range(2)
     ]
     return situ_f32(*rounded, *kind.situ).astype(kind.dtype)
-
-
-def _local_total(sums: Any, first: Any, columns: int, width: int, t: Tuning) -> jax.Array:
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    layout = plgpu.Layout.WG_STRIDED((width, columns), vec_size=1)
-    parts = [
-        plgpu.load(common.tref(sums.at[g, pl.ds(first, columns)]), layout=layout, optimized=False)
-        for g in range(t.warpgroups)
-    ]
-    return sum(parts[1:], parts[0])
-
-
-# element $1 of [width, columns] -> byte offsets of its sum, and of its row's squares
-_PLACE = """
-{
-.reg .b32 m, r;
-div.u32 m, $1, COLUMNS;
-rem.u32 r, $1, COLUMNS;
-mad.lo.u32 r, r, WIDTH, m;
-shl.b32 r, r, 2;
-add.u32 $0, r, $2;
-}
-"""
-_SQUARES_PLACE = """
-{
-.reg .b32 m, r;
-div.u32 m, $1, COLUMNS;
-and.b32 r, m, 7;
-shr.u32 m, m, 3;
-mad.lo.u32 r, m, 16, r;
-shl.b32 r, r, 2;
-add.u32 $0, r, $2;
-}
-"""
-
-
-def _cluster_total(
-    sums: Any,
-    squares: Any,
-    first: Any,
-    columns: int,
-    width: int,
-    t: Tuning,
-    norm: tuple[int, float] | None,
-) -> jax.Array:
-    """Rows first.. of the sums of all warpgroups of all CTAs of the cluster, [width, columns]."""
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    layout = plgpu.Layout.WG_STRIDED((width, columns), vec_size=1)
-    out = plgpu.ShapeDtypeStruct((width, columns), jnp.float32, layout=layout)
-
-    def code(_: Any, ref: Any, squares_ref: Any) -> Any:
-        reg = common.Registers()
-        frag = layout.to_mgpu()
-
-        def gathered(at: Any, offsets: list[int]) -> Any:
-            value = None
-            for cta in range(t.splits):
-                (there,) = reg.ptx(f"mapa.shared::cluster.u32 $0, $1, {cta};", at, results=1)
-                for offset in offsets:
-                    load = f"ld.shared::cluster.b32 $0, [$1 + {offset}];"
-                    part = reg.as_f32(reg.ptx(load, there, results=1, volatile=True)[0])
-                    value = part if value is None else reg.arith.addf(value, part)
-            return value
-
-        def place(text: str, element: Any, base: Any) -> Any:
-            text = text.replace("COLUMNS", str(columns)).replace("WIDTH", str(width))
-            return reg.ptx(text, element, base, results=1)[0]
-
-        groups = range(t.warpgroups)
-        registers = np.empty(frag.registers_shape((width, columns)), dtype=object)
-        for i in range(registers.size):
-            element = reg.add(reg.thread(), 128 * i)
-            at = place(_PLACE, element, reg.shared_address(ref))
-            value = gathered(at, [g * TILE * width * 4 for g in groups])
-            if norm is not None:
-                at = place(_SQUARES_PLACE, element, reg.shared_address(squares_ref))
-                seen = gathered(at, [g * width * 8 + half for g in groups for half in (0, 32)])
-                value = row_norm.scaled(reg, value, seen, *norm)
-            word = reg.llvm.bitcast(reg.i32, value)
-            registers.flat[i] = reg.as_type(word, frag.registers_element_type(reg.f32))
-        return reg.fa.FragmentedArray(_registers=registers, _layout=frag, _is_signed=None)
-
-    call = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()), return_type=out)
-    unused = sums.at[0]
-    return call(code)(sums.at[0, pl.ds(first, columns)], unused if squares is None else squares)

@@ -21,7 +21,7 @@ def test_kernels_assemble(target, match):
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     assert "k3_experts_gate_up" in done.stdout and "k3_attn_res" in done.stdout
-    assert ("k3_skinny" in done.stdout) == (target == "h200")
+    assert "k3_skinny" in done.stdout
 
 
 def test_every_kernel_is_listed():
