@@ -366,6 +366,135 @@ def _share(kind: _Kind, width: int, t: Tuning, interpret: bool) -> tuple[int, in
     return finishers, kind.per_tile // finishers
 
 
+@dataclass(frozen=True)
+class _Cta:
+    """One CTA while its kernel is traced: sizes, places, refs.
+
+    x bf16 [M, K]; layer i32 [1]; norm bf16 [K] if there is a norm (eps not None). Scratch: ws bf16
+    [ring, tile, step], xs bf16 [ring, width, step], sums f32 [warpgroups, tile, width], squares f32
+    [warpgroups, width / 8, 16] with a norm; with tcgen05 acc f32 [128, width] in tensor memory and
+    its barriers read and complete.
+    """
+
+    k: int
+    width: int
+    t: Tuning
+    eps: float | None
+    interpret: bool
+    tile: Any  # grid places
+    split: Any
+    wg: Any
+    x: Any
+    layer: Any
+    norm: Any
+    ws: Any
+    xs: Any
+    sums: Any
+    full: Any
+    squares: Any = None
+    acc: Any = None
+    read: Any = None
+    complete: Any = None
+
+    @property
+    def steps(self) -> int:
+        """Steps of a CTA; its warpgroup g takes g, g + warpgroups, ..."""
+        return self.k // self.t.step // self.t.splits
+
+    @property
+    def in_cluster(self) -> bool:
+        """Whether the sums meet in a cluster of several CTAs."""
+        return self.t.splits > 1 and not self.interpret
+
+    def columns(self, j: Any) -> Any:
+        """Columns of w and x of this warpgroup's step j."""
+        from jax.experimental import pallas as pl
+
+        step = self.split * self.steps + self.wg + j * self.t.warpgroups
+        return pl.ds(step * self.t.step, self.t.step)
+
+    def issue(self, w: Any, kind: _Kind, local: Any, which: Any, j: Any, slot: Any) -> None:
+        """Fill a slot with step j of tile `local` of w [L, N, K] and of x."""
+        from jax.experimental import pallas as pl
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        cols, half, bar = self.columns(j), self.t.tile // 2, self.full.at[slot]
+        for part in range(2):  # with SiTU gate rows, and the up rows that belong to them
+            apart = half if kind.situ is None else kind.rows // 2
+            row = local * kind.per_tile + part * apart
+            into = self.ws.at[slot, pl.ds(part * half, half)]
+            plgpu.copy_gmem_to_smem(w.at[which, pl.ds(row, half), cols], into, bar)
+        # a start known at run time only lets the box reach beyond the last row of x
+        source = self.x.at[pl.ds(self.tile * 0, self.width), cols]
+        plgpu.copy_gmem_to_smem(source, self.xs.at[slot], bar)
+
+    def ready(self, j: Any, slot: Any, seen: Any) -> Any:
+        """Wait for a slot; with a norm scale its x and add its squares to `seen`."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        plgpu.barrier_wait(self.full.at[slot])
+        if self.eps is None:
+            return seen
+        weight = self.norm.at[self.columns(j)]
+        return row_norm.scale_tile(seen, self.xs.at[slot], weight, self.width)
+
+
+def _multiply(c: _Cta, w: Any, kind: _Kind, first: int) -> None:
+    """This warpgroup's part of the product of a tile of w, into its place in `sums`."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    t, which = c.t, c.layer[0]
+    mine = (c.steps - c.wg + t.warpgroups - 1) // t.warpgroups
+
+    def issue(j, slot):
+        c.issue(w, kind, c.tile - first, which, j, slot)
+
+    for s in range(t.stages):
+        pl.when(s < mine)(lambda s=s: issue(s, c.wg * t.stages + s))
+    start = None if c.eps is None else row_norm.no_squares(c.width)
+
+    def accumulate(sum_ref):
+        def step(j, seen):
+            slot = c.wg * t.stages + lax.rem(j, t.stages)
+            seen = c.ready(j, slot, seen)
+            plgpu.wgmma(sum_ref, c.ws.at[slot], common.tref(c.xs.at[slot]))
+            plgpu.wgmma_wait(0)
+            pl.when(j + t.stages < mine)(lambda: issue(j + t.stages, slot))
+            return seen
+
+        seen = lax.fori_loop(0, mine, step, start)
+        return (sum_ref[...],) if c.eps is None else (sum_ref[...], seen)
+
+    if t.tile == TILE:
+        result = pl.run_scoped(accumulate, plgpu.ACC((TILE, c.width), jnp.float32))
+    else:
+        result = skinny_sm100.accumulate(
+            mine, t.stages, c.ready, issue, c.ws, c.xs, c.acc, c.read, c.complete, start
+        )
+    c.sums[c.wg] = result[0]
+    if c.eps is not None:
+        row_norm.store_squares(result[1], c.squares.at[c.wg], c.width)
+
+
+def _store(c: _Cta, y: Any, kind: _Kind, first: int, staged: Any) -> None:
+    """Finish this CTA's columns of a tile and write them to y."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    columns = _share(kind, c.width, c.t, c.interpret)[1]
+    if c.interpret:
+        staged[...] = cluster_sum.local_total(c.sums, 0, c.t.tile)
+        target, start = y.at[c.split], (c.tile - first) * c.t.tile
+    else:
+        staged[...] = _result(c, c.split * columns, columns, kind)
+        target, start = y, (c.tile - first) * kind.per_tile + c.split * columns
+    plgpu.commit_smem()
+    rows = pl.ds(c.tile * 0, c.width)
+    plgpu.copy_smem_to_gmem(staged, target.at[rows, pl.ds(start, columns)])
+    plgpu.wait_smem_to_gmem(0)
+
+
 def _body(
     k: int,
     width: int,
@@ -378,143 +507,65 @@ def _body(
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     count = len(kinds)
-    steps = k // t.step // t.splits  # of a CTA; its warpgroup g takes g, g + warpgroups, ...
+    ranges, first = [], 0  # tiles of each matrix
+    for kind in kinds:
+        ranges.append((first, first + kind.tiles))
+        first += kind.tiles
 
     def body(
-        x,  # bf16 [M, K]
-        layer,  # i32 [1]
-        norm,  # bf16 [K], if there is a norm
+        x,
+        layer,
+        norm,
         *refs,  # bf16 [L, N, K] each, then outputs [M, N] each (interpreter: f32 [S, width, N])
-        ws,  # bf16 [ring, tile, step]
-        xs,  # bf16 [ring, width, step]
-        sums,  # f32 [warpgroups, tile, width]
+        ws,
+        xs,
+        sums,
         full,
         done,
-        squares=None,  # f32 [warpgroups, width / 8, 16]: of the rows of x, if there is a norm
-        acc=None,  # f32 [128, width] in tensor memory, with tcgen05; and its two barriers
+        squares=None,
+        acc=None,
         read=None,
         complete=None,
         **ys,  # y0, y1, ...: [width, columns of a finisher]
     ):
         tile, split, wg = (lax.axis_index(name) for name in ("tile", "split", "wg"))
-        mine = (steps - wg + t.warpgroups - 1) // t.warpgroups
-        which, half = layer[0], t.tile // 2
-
-        def run(w, kind, first):
-            local = tile - first
-
-            def issue(j, slot):
-                cols = pl.ds((split * steps + wg + j * t.warpgroups) * t.step, t.step)
-                for part in range(2):  # with SiTU gate rows, and the up rows that belong to them
-                    apart = half if kind.situ is None else kind.rows // 2
-                    row = local * kind.per_tile + part * apart
-                    into = ws.at[slot, pl.ds(part * half, half)]
-                    plgpu.copy_gmem_to_smem(
-                        w.at[which, pl.ds(row, half), cols], into, full.at[slot]
-                    )
-                # a start known at run time only lets the box reach beyond the last row of x
-                source = x.at[pl.ds(tile * 0, width), cols]
-                plgpu.copy_gmem_to_smem(source, xs.at[slot], full.at[slot])
-
-            for s in range(t.stages):
-                pl.when(s < mine)(lambda s=s: issue(s, wg * t.stages + s))
-
-            def ready(j, slot, seen):
-                plgpu.barrier_wait(full.at[slot])
-                if eps is None:
-                    return seen
-                cols = pl.ds((split * steps + wg + j * t.warpgroups) * t.step, t.step)
-                return row_norm.scale_tile(seen, xs.at[slot], norm.at[cols], width)
-
-            def accumulate(sum_ref):
-                def step(j, seen):
-                    slot = wg * t.stages + lax.rem(j, t.stages)
-                    seen = ready(j, slot, seen)
-                    plgpu.wgmma(sum_ref, ws.at[slot], common.tref(xs.at[slot]))
-                    plgpu.wgmma_wait(0)
-                    pl.when(j + t.stages < mine)(lambda: issue(j + t.stages, slot))
-                    return seen
-
-                seen = lax.fori_loop(0, mine, step, start)
-                return (sum_ref[...],) if eps is None else (sum_ref[...], seen)
-
-            start = None if eps is None else row_norm.no_squares(width)
-            if t.tile == TILE:
-                result = pl.run_scoped(accumulate, plgpu.ACC((TILE, width), jnp.float32))
-            else:
-                result = skinny_sm100.accumulate(
-                    mine, t.stages, ready, issue, ws, xs, acc, read, complete, start
-                )
-            sums[wg] = result[0]
-            if eps is not None:
-                row_norm.store_squares(result[1], squares.at[wg], width)
-
-        def store(y, kind, first, staged):
-            columns = _share(kind, width, t, interpret)[1]
-            if interpret:
-                staged[...] = cluster_sum.local_total(sums, 0, t.tile)
-                target, start = y.at[split], (tile - first) * t.tile
-            else:
-                staged[...] = _result(
-                    sums, squares, split * columns, columns, width, kind, t, eps and (k, eps)
-                )
-                target, start = y, (tile - first) * kind.per_tile + split * columns
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(
-                staged, target.at[pl.ds(tile * 0, width), pl.ds(start, columns)]
-            )
-            plgpu.wait_smem_to_gmem(0)
-
-        first = 0
-        ranges = []
-        for kind in kinds:
-            ranges.append((first, first + kind.tiles))
-            first += kind.tiles
+        places = tile, split, wg
+        scratch = ws, xs, sums, full, squares, acc, read, complete
+        c = _Cta(k, width, t, eps, interpret, *places, x, layer, norm, *scratch)
         for i, (kind, (low, high)) in enumerate(zip(kinds, ranges, strict=True)):
             here = (tile >= low) & (tile < high)
-            pl.when(here)(lambda i=i, kind=kind, low=low: run(refs[i], kind, low))
-        if t.splits > 1 and not interpret:
+            pl.when(here)(lambda i=i, kind=kind, low=low: _multiply(c, refs[i], kind, low))
+        if c.in_cluster:
             cluster_sum.barrier()
         else:
             plgpu.barrier_arrive(done.at[0])
             pl.when(wg == 0)(lambda: plgpu.barrier_wait(done.at[0]))
         for i, (kind, (low, high)) in enumerate(zip(kinds, ranges, strict=True)):
-            finishers = _share(kind, width, t, interpret)[0]
             here = (tile >= low) & (tile < high) & (wg == 0)
             if not interpret:
-                here &= split < finishers
+                here &= split < _share(kind, width, t, interpret)[0]
             pl.when(here)(
-                lambda i=i, kind=kind, low=low: store(refs[count + i], kind, low, ys[f"y{i}"])
+                lambda i=i, kind=kind, low=low: _store(c, refs[count + i], kind, low, ys[f"y{i}"])
             )
-        if t.splits > 1 and not interpret:
+        if c.in_cluster:
             cluster_sum.barrier()  # nobody leaves while its sums are read
 
     return body
 
 
-def _result(
-    sums: Any,
-    squares: Any,
-    first: Any,
-    columns: int,
-    width: int,
-    kind: _Kind,
-    t: Tuning,
-    norm: tuple[int, float] | None,
-) -> jax.Array:
+def _result(c: _Cta, first: Any, columns: int, kind: _Kind) -> jax.Array:
     """Finished columns [width, columns] of a tile: all sums added, norm, SiTU, rounding."""
 
     def total(start: Any) -> jax.Array:
-        if t.splits == 1 and norm is None:
-            return cluster_sum.local_total(sums, start, columns)
-        return cluster_sum.cluster_total(
-            sums, None if norm is None else squares, start, columns, t.splits, norm
-        )
+        if c.t.splits == 1 and c.eps is None:
+            return cluster_sum.local_total(c.sums, start, columns)
+        norm = None if c.eps is None else (c.k, c.eps)
+        return cluster_sum.cluster_total(c.sums, c.squares, start, columns, c.t.splits, norm)
 
     if kind.situ is None:
         return total(first).astype(kind.dtype)
     rounded = [
-        total(first + part * (t.tile // 2)).astype(jnp.bfloat16).astype(jnp.float32)
+        total(first + part * (c.t.tile // 2)).astype(jnp.bfloat16).astype(jnp.float32)
         for part in range(2)
     ]
     return situ_f32(*rounded, *kind.situ).astype(kind.dtype)
