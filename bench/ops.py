@@ -6,7 +6,8 @@ come from memory. `floor` is the bytes that must move over 4.55 TB/s (H200) and 
 the time, never substituted. `other` is what XLA runs around the kernels of the same call.
 
 The error is against float64 on the host, beside the standard path's own error on the same inputs,
-before and after timing; a case fails if the kernel's exceeds twice the standard path's and 4e-3.
+before and after timing; a case fails if the kernel's exceeds 4e-3, or both twice the standard
+path's and 1e-6 (f32 results differ in the order of summation only).
 `replays` repetitions must be equal bit by bit.
 """
 
