@@ -1,11 +1,21 @@
-"""What every kernel needs of the installation and the device."""
+"""What every kernel shares: JAX's version-dependent names, row buckets, raw register helpers.
+
+Private JAX names are used in this file only. Kernels are Mosaic GPU kernels under warpgroup
+lowering semantics; the default changed between JAX versions, so `params` always names it.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 
 MINIMUM_JAX = (0, 11, 2)  # warpgroup lowering by default, written Refs aliased under jit
 KERNELS: tuple[str, ...] = ()  # stages that have a kernel
+MAX_ROWS = 64
+BUCKETS = (8, 16, 32, 64)  # widths of the tensor-core operand that holds the rows
+SHARED_MEMORY = 232448  # bytes one CTA may use on sm_90 and sm_100
 
 
 def unmet_conditions() -> list[str]:
@@ -20,3 +30,292 @@ def unmet_conditions() -> list[str]:
     if not KERNELS:
         reasons.append("this version has no specialised kernels")
     return reasons
+
+
+def architecture(device: jax.Device | None = None) -> str:
+    """`sm_90`, `sm_100`, ... of a device; `cpu` where there is no GPU.
+
+    Default: the device that JAX places arrays on, which may be one that is only described.
+    """
+    device = device or jax.config.jax_default_device or jax.devices()[0]
+    capability = getattr(device, "compute_capability", None)
+    return "cpu" if capability is None else "sm_" + str(capability).replace(".", "")
+
+
+def blackwell() -> bool:
+    """Whether kernels are built for a GPU with tensor memory (sm_100 and later)."""
+    name = architecture()
+    return name.startswith("sm_") and int(name[3:]) >= 100
+
+
+def bucket(rows: int) -> int:
+    """Width of the operand that holds `rows` rows.
+
+    Raises:
+        ValueError: more rows than the largest bucket.
+    """
+    for width in BUCKETS:
+        if rows <= width:
+            return width
+    raise ValueError(f"rows: found {rows}, expected 1..{MAX_ROWS}")
+
+
+def expect(reasons: list[str], name: str, found: Any, wanted: Any, ok: bool) -> None:
+    """Append an unmet condition in the one form that all kernels use."""
+    if not ok:
+        reasons.append(f"{name}: found {found}, expected {wanted}")
+
+
+def require(reasons: list[str], kernel: str) -> None:
+    """Raise with all unmet conditions at once.
+
+    Raises:
+        ValueError: `reasons` is not empty.
+    """
+    if reasons:
+        raise ValueError(f"{kernel}: " + "; ".join(reasons))
+
+
+def params(**kw: Any) -> Any:
+    """Compiler parameters; warpgroup lowering unless named otherwise."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    kw.setdefault("lowering_semantics", plgpu.LoweringSemantics.Warpgroup)
+    return plgpu.CompilerParams(**kw)
+
+
+def interpreter(detect_races: bool = True) -> Any:
+    """Settings of the CPU interpreter; what lies outside an array reads as NaN."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return plgpu.InterpretGPUParams(detect_races=detect_races)
+
+
+def races_found() -> bool:
+    """Whether the interpreter has seen a race in this process since the last reset."""
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    races = interpret_pallas_call.get_races()
+    return races is not None and races.races_found
+
+
+def reset_interpreter() -> None:
+    """Forget what the interpreter holds; needed after an exception in an interpreted kernel."""
+    from jax._src.pallas.mosaic_gpu.interpret import interpret_pallas_call
+
+    interpret_pallas_call.reset_gpu_interpret_mode_state()
+
+
+def kernel(body: Any, name: str, *, interpret: bool = False, **kw: Any) -> Any:
+    """`plgpu.kernel` with explicit lowering semantics, or the same kernel in the interpreter.
+
+    `name` is how profilers and the compiled program call it.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    body.__name__ = name
+    if interpret:
+        kw["interpret"] = interpreter()
+    return plgpu.kernel(body, compiler_params=params(), **kw)
+
+
+def tref(ref: Any, perm: tuple[int, ...] = (1, 0)) -> Any:
+    """A transposed view of a ref."""
+    return ref.transpose(perm)
+
+
+def tiled(dtype: Any, cols: int) -> tuple[Any, ...]:
+    """Transforms of a shared-memory tile with rows of `cols` elements that TMA and MMA can read."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    bits = jax.dtypes.itemsize_bits(dtype)
+    swizzle = plgpu.find_swizzle(cols * bits)
+    return (plgpu.TilingTransform((8, swizzle * 8 // bits)), plgpu.SwizzleTransform(swizzle))
+
+
+def layer_operand(layer: int | jax.Array) -> jax.Array:
+    """A layer number, traced or not, as the i32[1] operand of a kernel."""
+    return jnp.asarray(layer, jnp.int32).reshape(1)
+
+
+def round_up(n: int, multiple: int) -> int:
+    """The smallest multiple that is not below `n`."""
+    return -(-n // multiple) * multiple
+
+
+def store_partial_sums(value: jax.Array, into: Any, interpret: bool) -> None:
+    """The sum of f32 [n] in four parts, one per warp of the warpgroup, to `into`, shared f32 [4].
+
+    `jnp.sum` to a scalar is no alternative: its scratch memory is shared by all warpgroups.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if interpret:
+        into[...] = jnp.pad(jnp.sum(value)[None], (0, 3))
+        return
+    size = value.shape[0]
+    vector = 8
+    while size % (128 * vector):
+        vector //= 2
+    layout = plgpu.Layout.WG_STRIDED((size,), vec_size=vector)
+
+    def code(_: Any, fragment: Any, ref: Any) -> None:
+        reg = Registers()
+        parts = [
+            reg.llvm.extractelement(register, reg.constant(i))
+            for register in fragment.registers.flat
+            for i in range(vector)
+        ]
+        while len(parts) > 1:
+            rest = parts[-1:] if len(parts) % 2 else []
+            pairs = zip(parts[0:-1:2], parts[1::2], strict=True)
+            parts = [reg.arith.addf(a, b) for a, b in pairs] + rest
+        # not volatile, so that the shuffles of several sums overlap
+        (total,) = reg.ptx(_WARP_SUM, parts[0], results=1)
+        reg.ptx(_STORE_WARP, total, reg.thread(), reg.shared_address(ref), volatile=True)
+
+    plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()))(code)(value, into)
+
+
+def store_total(parts: Any, into: Any, interpret: bool) -> None:
+    """The sum of shared f32 [n <= 32], in a fixed order, to `into`, shared f32 [1]."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if interpret:
+        into[...] = jnp.sum(parts[...])[None]
+        return
+    count = parts.shape[0]
+
+    def code(_: Any, source: Any, target: Any) -> None:
+        reg = Registers()
+        text = _LOAD_LANE.replace("COUNT", str(count)) + _BUTTERFLY + _STORE_FIRST
+        at = reg.shared_address(source), reg.shared_address(target)
+        reg.ptx(text, reg.thread(), *at, volatile=True)
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 2)(code)(parts, into)
+
+
+_BUTTERFLY = "".join(
+    f"shfl.sync.bfly.b32 other, sum, {1 << i}, 31, 0xFFFFFFFF;\nadd.f32 sum, sum, other;\n"
+    for i in range(5)
+)
+# $0 sum over the warp of $1
+_WARP_SUM = "{\n.reg .b32 sum, other;\nmov.b32 sum, $1;\n" + _BUTTERFLY + "mov.b32 $0, sum;\n}"
+# $0 number, $1 thread, $2 four places
+_STORE_WARP = """
+{
+.reg .pred one;
+.reg .b32 at;
+and.b32 at, $1, 31;
+setp.eq.u32 one, at, 0;
+shr.u32 at, $1, 5;
+mad.lo.u32 at, at, 4, $2;
+@one st.shared.b32 [at], $0;
+}
+"""
+# $0 thread, $1 numbers, $2 place
+_LOAD_LANE = """
+{
+.reg .pred one, in;
+.reg .b32 sum, other, at, lane;
+and.b32 lane, $0, 31;
+setp.lt.u32 in, lane, COUNT;
+mad.lo.u32 at, lane, 4, $1;
+mov.b32 sum, 0;
+@in ld.shared.b32 sum, [at];
+"""
+_STORE_FIRST = """
+setp.eq.u32 one, $0, 0;
+@one st.shared.b32 [$2], sum;
+}
+"""
+
+
+class Registers:
+    """Raw register code inside `plgpu.inline_mgpu`: PTX, shared-memory pointers, bit casts.
+
+    Mosaic GPU has no width-changing bit cast and no scatter; what needs one is written here in
+    PTX, and every such function has a plain twin that the interpreter runs instead.
+    """
+
+    def __init__(self) -> None:
+        from jax._src.lib.mlir import ir
+        from jax._src.lib.mlir.dialects import arith, llvm, vector
+        from jax.experimental.mosaic.gpu import fragmented_array, utils
+
+        self.ir, self.arith, self.llvm, self.vector = ir, arith, llvm, vector
+        self.fa, self.utils = fragmented_array, utils
+        self.i32 = ir.IntegerType.get_signless(32)
+        self.f32 = ir.F32Type.get()
+
+    def ptx(
+        self, text: str, *args: Any, results: int = 0, kind: Any = None, volatile: bool = False
+    ) -> Any:
+        """Inline PTX; `results` results of type `kind` (default i32), numbered from $0."""
+        return self.utils.inline_ptx(
+            text,
+            *args,
+            result_types=[kind or self.i32] * results if results else None,
+            has_side_effects=volatile or not results,
+        )
+
+    def constant(self, value: int) -> Any:
+        """An i32 constant."""
+        if value >= 1 << 31:
+            value -= 1 << 32
+        return self.arith.constant(self.i32, self.ir.IntegerAttr.get(self.i32, value))
+
+    def thread(self) -> Any:
+        """Index of this thread within its warpgroup, i32."""
+        idx = self.utils.thread_idx()
+        return self.arith.remui(idx, self.constant(128))
+
+    def shared_address(self, ref: Any) -> Any:
+        """32-bit shared-memory address of a ref's first element."""
+        return self.llvm.ptrtoint(self.i32, self.utils.memref_ptr(ref))
+
+    def global_address(self, ref: Any) -> Any:
+        """64-bit address of a global ref's first element."""
+        i64 = self.ir.IntegerType.get_signless(64)
+        return self.llvm.ptrtoint(i64, self.utils.memref_ptr(ref))
+
+    def add(self, a: Any, b: Any) -> Any:
+        """i32 sum; `b` may be a Python integer."""
+        return self.arith.addi(a, self.constant(b) if isinstance(b, int) else b)
+
+    def mul(self, a: Any, b: Any) -> Any:
+        """i32 product; `b` may be a Python integer."""
+        return self.arith.muli(a, self.constant(b) if isinstance(b, int) else b)
+
+    def as_type(self, word: Any, kind: Any) -> Any:
+        """A 32-bit register as another type of 32 bits."""
+        return self.llvm.bitcast(kind, word)
+
+    def as_f32(self, word: Any) -> Any:
+        """A 32-bit register as f32."""
+        return self.llvm.bitcast(self.f32, word)
+
+    def pair(self, register: Any) -> list[Any]:
+        """The two f32 numbers of a register of two."""
+        return [self.llvm.extractelement(register, self.constant(i)) for i in (0, 1)]
+
+    def paired(self, first: Any, second: Any) -> Any:
+        """A register of two f32 numbers."""
+        kind = self.ir.VectorType.get((2,), self.f32)
+        both = self.llvm.mlir_undef(kind)
+        for i, value in enumerate((first, second)):
+            both = self.llvm.insertelement(both, value, self.constant(i))
+        return both
+
+    def cluster_barrier(self) -> None:
+        """Wait for all threads of the cluster; shared memory written before is visible after."""
+        self.ptx("barrier.cluster.arrive.release.aligned;", volatile=True)
+        self.ptx("barrier.cluster.wait.acquire.aligned;", volatile=True)
+
+    def barrier(self) -> None:
+        """Wait for the warpgroup's other warps."""
+        self.utils.warpgroup_barrier()
+
+    def fence_and_barrier(self) -> None:
+        """Make ordinary shared-memory stores visible to TMA and MMA, then wait for the others."""
+        self.utils.commit_shared()

@@ -1,0 +1,576 @@
+"""Routed MXFP4 experts of one rank: gather by id, both products, SiTU between; FP32 sum.
+
+    latent [N, Z] bf16, ids i32 [N, k], weights f32 [N, k], N = 1..64
+    w13 u32 [L, E T, lines, 32], w2 u32 [L, E Z/64, lines, 32]   the layer stacks, as `pack` makes
+    them result [N, Z] f32: sum over the row's experts of weight * expert(row), not rounded
+
+Rounding, as in profile V: gate and up once to bf16 after the FP32-accumulated product, SiTU in f32
+and once to bf16, the expert's output once to bf16, then weighting and summing in f32. Weights are
+exact for scale bytes 0..254.
+
+Two kernels. `gate_up` makes h = SiTU(W13 x) per *unit*, an expert with up to 8 rows; `down` makes
+W2 h per unit and writes it per (row, expert) pair; the weighted sum over a row's pairs is plain
+jnp. An expert that several rows chose is read once per 8 of its rows: for N <= 8 the eight columns
+of the tensor core's narrow operand are the rows themselves, beyond that the rows of each expert are
+gathered. Columns do not mix, so a row with NaN spoils its own pairs only, and columns that belong
+to no row may hold anything.
+
+`gate_up` runs a fixed number of CTAs; a work item is 64 rows of one unit's W13 (32 gate rows and
+their 32 up rows), whose K the warpgroups share; one of them, in turn, adds the four sums in a fixed
+order. In `down` an item is a few 64-row tiles of one unit's W2 and belongs to one warpgroup. Both
+keep their TMA rings running across items.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import common, mxfp4
+from pallas_kernels.skinny import situ_f32
+from pallas_kernels.units import COLUMNS, Units, plan
+
+HALF = mxfp4.ROWS // 2  # gate rows of a tile of W13
+BLOCK = 128  # of K per step of gate_up
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How the kernels are cut.
+
+    Attributes:
+        ctas: CTAs of both kernels; one per multiprocessor.
+        warpgroups: per CTA of gate_up.
+        finishers: warpgroups of gate_up that take turns in finishing items.
+        down_warpgroups: per CTA of down.
+        down_tiles: tiles of 64 rows per item of down.
+        down_stages: items in flight per warpgroup of down.
+    """
+
+    ctas: int = 132
+    warpgroups: int = 4
+    finishers: int = 2
+    down_warpgroups: int = 4
+    down_tiles: int = 2
+    down_stages: int = 2
+
+
+def default_tuning(rows: int, width: int) -> Tuning:
+    """What measured best on an H200; one row has no more items of down than four per CTA."""
+    tiles = 2 if width <= 192 else 1  # about 13 KB of W2 per item
+    warpgroups = 4 if rows == 1 else 6
+    while _down_bytes(width, Tuning(down_warpgroups=warpgroups, down_tiles=tiles)) > (
+        common.SHARED_MEMORY
+    ):
+        warpgroups -= 1
+    return Tuning(down_warpgroups=warpgroups, down_tiles=tiles)
+
+
+def pack(
+    w13_packed: jax.Array, w13_scale: jax.Array, w2_packed: jax.Array, w2_scale: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """The checkpoint's arrays [.., E, rows, columns] -> (w13, w2) as the kernels read them.
+
+    A tile of W13 holds 32 gate rows and the 32 up rows that belong to them, in the order in which
+    W2's product wants its K (`mxfp4.unit_rows`), so that h needs no permutation.
+    """
+    rows = _w13_rows(w13_packed.shape[-2] // 2)
+    w13 = mxfp4.pack(w13_packed[..., rows, :], w13_scale[..., rows, :])
+    w2 = mxfp4.pack(w2_packed, w2_scale)
+
+    def merged(a: jax.Array) -> jax.Array:  # experts and tiles as one axis: TMA has five
+        return a.reshape(*a.shape[:-4], -1, *a.shape[-2:])
+
+    return merged(w13), merged(w2)
+
+
+def unpack(
+    w13: jax.Array, w2: jax.Array, *, width: int, latent: int
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """The inverse of `pack`; `width` is m of this rank, `latent` is Z."""
+
+    def split(a: jax.Array, tiles: int) -> jax.Array:
+        return a.reshape(*a.shape[:-3], -1, tiles, *a.shape[-2:])
+
+    inverse = jnp.argsort(_w13_rows(width))
+    codes, scales = mxfp4.unpack(split(w13, width // HALF), latent)
+    w2_codes, w2_scales = mxfp4.unpack(split(w2, latent // mxfp4.ROWS), width)
+    return codes[..., inverse, :], scales[..., inverse, :], w2_codes, w2_scales
+
+
+def _w13_rows(width: int) -> jax.Array:
+    order = jnp.asarray(mxfp4.unit_rows(width))[:, None]
+    return jnp.concatenate([order, order + width], axis=1).reshape(-1)
+
+
+def limits(
+    latent: jax.Array,
+    ids: jax.Array,
+    w13: jax.Array,
+    w2: jax.Array,
+    *,
+    width: int,
+    tuning: Tuning | None = None,
+) -> list[str]:
+    """Unmet conditions, each with what was found and what is expected."""
+    out: list[str] = []
+    n, z = latent.shape
+    t = tuning or default_tuning(n, width)
+    common.expect(out, "rows", n, f"1..{common.MAX_ROWS}", 1 <= n <= common.MAX_ROWS)
+    common.expect(out, "dtype of latent", latent.dtype, "bfloat16", latent.dtype == jnp.bfloat16)
+    cut = BLOCK * t.warpgroups
+    common.expect(out, "latent width", z, f"a multiple of {cut}", z % cut == 0)
+    ok = 1 <= t.finishers <= t.warpgroups
+    common.expect(out, "finishers", t.finishers, f"1..{t.warpgroups}", ok)
+    span = mxfp4.ROWS * t.down_tiles
+    common.expect(out, "latent width", z, f"a multiple of {span}", z % span == 0)
+    common.expect(out, "expert width", width, "a multiple of 64", width % 64 == 0)
+    common.expect(out, "rank of w13, w2", (w13.ndim, w2.ndim), 4, (w13.ndim, w2.ndim) == (4, 4))
+    if out:
+        return out
+    tiles13, tiles2 = width // HALF, z // mxfp4.ROWS
+    experts = w2.shape[1] // tiles2
+    wanted = (experts * tiles13, mxfp4.tile_lines(z), mxfp4.LINE)
+    common.expect(out, "shape of w13", w13.shape[1:], wanted, w13.shape[1:] == wanted)
+    wanted = (experts * tiles2, mxfp4.tile_lines(width), mxfp4.LINE)
+    common.expect(out, "shape of w2", w2.shape[1:], wanted, w2.shape[1:] == wanted)
+    lines = t.down_tiles * mxfp4.tile_lines(width)
+    common.expect(out, "lines per copy of w2", lines, "at most 256", lines <= 256)
+    used = max(_gate_up_bytes(z, t), _down_bytes(width, t))
+    limit = common.SHARED_MEMORY
+    common.expect(out, "shared memory", used, f"at most {limit} bytes", used <= limit)
+    return out
+
+
+def _gate_up_bytes(z: int, t: Tuning) -> int:
+    ring = z // BLOCK * mxfp4.BLOCK_LINES * 128
+    return ring + COLUMNS * z * 2 + t.finishers * t.warpgroups * mxfp4.ROWS * COLUMNS * 4 + 1024
+
+
+def _down_bytes(width: int, t: Tuning) -> int:
+    item = t.down_tiles * mxfp4.tile_lines(width) * 128 + COLUMNS * width * 2
+    return (
+        t.down_warpgroups * (t.down_stages * item + COLUMNS * t.down_tiles * mxfp4.ROWS * 2) + 1024
+    )
+
+
+def reference(
+    latent: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    w13: jax.Array,
+    w2: jax.Array,
+    layer: int | jax.Array = 0,
+    *,
+    width: int,
+    betas: tuple[float, float],
+) -> jax.Array:
+    """The same in plain jnp, pair by pair."""
+    z = latent.shape[1]
+    tiles13, tiles2 = width // HALF, z // mxfp4.ROWS
+    inverse = jnp.argsort(_w13_rows(width))
+
+    def one(pair: tuple[jax.Array, jax.Array]) -> jax.Array:
+        row, e = pair
+        a = lax.dynamic_slice_in_dim(w13[layer], e * tiles13, tiles13)
+        b = lax.dynamic_slice_in_dim(w2[layer], e * tiles2, tiles2)
+        gate, up = jnp.split(_product(row, mxfp4.unpack(a, z))[inverse], 2)
+        h = lax.reduce_precision(situ_f32(gate, up, *betas), 8, 7)
+        return _product(h, mxfp4.unpack(b, width))
+
+    rows = jnp.repeat(latent.astype(jnp.float32), ids.shape[1], axis=0)
+    r = lax.map(one, (rows, ids.reshape(-1))).reshape(*ids.shape, z)
+    return jnp.sum(r * weights[..., None], axis=1)
+
+
+def _product(x: jax.Array, weight: tuple[jax.Array, jax.Array]) -> jax.Array:
+    codes, scale = weight
+    nibbles = jnp.stack([codes & 0xF, codes >> 4], -1).reshape(*codes.shape[:-1], -1)
+    w = mxfp4.values(nibbles, jnp.repeat(scale, mxfp4.GROUP, axis=-1)).astype(jnp.float32)
+    y = jnp.einsum("k,nk->n", x, w, precision=lax.Precision.HIGHEST)
+    return lax.reduce_precision(y, 8, 7)
+
+
+def experts(
+    latent: jax.Array,
+    ids: jax.Array,
+    weights: jax.Array,
+    w13: jax.Array,
+    w2: jax.Array,
+    layer: int | jax.Array = 0,
+    *,
+    width: int,
+    betas: tuple[float, float],
+    wide: bool = True,
+    tuning: Tuning | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """The routed sum [N, Z] f32, see the module's docstring. `width` is m of this rank.
+
+    `wide` False is faster and takes scale bytes up to 128 only; the caller has looked.
+
+    Raises:
+        ValueError: `limits` are not met.
+    """
+    common.require(limits(latent, ids, w13, w2, width=width, tuning=tuning), "experts")
+    t = tuning or default_tuning(latent.shape[0], width)
+    experts_here = w2.shape[1] // (latent.shape[1] // mxfp4.ROWS)
+    units = plan(ids, experts_here, interpret=interpret)
+    same: dict[str, Any] = dict(wide=wide, tuning=t, interpret=interpret)
+    n, z = latent.shape
+    h = gate_up(latent, units, w13, layer, k=ids.shape[1], width=width, betas=betas, **same)
+    r = down(h, units, w2, layer, rows=n, latent=z, **same)
+    r = r.reshape(*ids.shape, -1).astype(jnp.float32)
+    return jnp.sum(r * weights[..., None], axis=1)
+
+
+def gate_up(
+    latent: jax.Array,
+    units: Units,
+    w13: jax.Array,
+    layer: int | jax.Array,
+    *,
+    k: int,
+    width: int,
+    betas: tuple[float, float],
+    wide: bool,
+    tuning: Tuning,
+    interpret: bool = False,
+) -> jax.Array:
+    """H [U, m/32, 8, 32] bf16 = SiTU(W13 x) of every unit, as `mxfp4.multiply` reads it."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    n, z = latent.shape
+    t, wgs = tuning, tuning.warpgroups
+    bf16, f32 = jnp.bfloat16, jnp.float32
+    call = common.kernel(
+        _gate_up_body(n, z, k, width, betas, t, wide, interpret),
+        "k3_experts_gate_up",
+        interpret=interpret,
+        out_type=jax.ShapeDtypeStruct((units.table.shape[0], width // HALF, COLUMNS, HALF), bf16),
+        grid=(t.ctas,),
+        grid_names=("cta",),
+        num_threads=wgs,
+        thread_name="wg",
+        scratch_types=dict(
+            ws=plgpu.SMEM((z // BLOCK, mxfp4.BLOCK_LINES, mxfp4.LINE), jnp.uint32),
+            xs=plgpu.SMEM((z // 32, COLUMNS, 32), bf16),
+            sums=plgpu.SMEM((t.finishers, wgs, mxfp4.ROWS, COLUMNS), f32),
+            full=plgpu.Barrier(num_barriers=z // BLOCK),
+            done=plgpu.Barrier(num_barriers=t.finishers, num_arrivals=wgs),
+            free=plgpu.Barrier(num_barriers=t.finishers),
+        ),
+    )
+    return call(latent, units.count, units.table, w13, common.layer_operand(layer))
+
+
+def _gate_up_body(
+    n: int,
+    z: int,
+    k: int,
+    width: int,
+    betas: tuple[float, float],
+    t: Tuning,
+    wide: bool,
+    interpret: bool,
+) -> Any:
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    wgs, tiles = t.warpgroups, width // HALF
+    steps = z // BLOCK // wgs  # blocks of an item that one warpgroup takes
+    dense = n <= COLUMNS
+
+    def body(
+        x,  # bf16 [N, Z]
+        count,  # i32 [1]
+        table,  # i32 [U, 10]
+        w,  # u32 [L, E T, lines, 32]
+        layer,  # i32 [1]
+        h,  # bf16 [U, m/32, 8, 32]
+        ws,  # u32 [Z / 128, 34, 32]
+        xs,  # bf16 [Z/32, 8, 32]; each warpgroup stages and reads its part of K
+        sums,  # f32 [finisher, warpgroup, 64, 8]
+        full,
+        done,
+        free,
+    ):
+        cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
+        items = (k if n == 1 else count[0]) * tiles
+        start, end = cta * items // t.ctas, (cta + 1) * items // t.ctas
+        mine = end - start
+        which = layer[0]
+
+        def tile_of(item):
+            return table[item // tiles, 0] * tiles + lax.rem(item, tiles)
+
+        def issue(tile, j):
+            at = wg * steps + j  # of the item's blocks, each with its own place
+            block = w.at[which, tile, pl.ds(at * mxfp4.BLOCK_LINES, mxfp4.BLOCK_LINES)]
+            plgpu.copy_gmem_to_smem(block, ws.at[at], full.at[at])
+
+        @pl.when(mine > 0)
+        def _():
+            tile = tile_of(start)
+            for j in range(steps):
+                issue(tile, j)
+
+        if dense:
+            pl.when(mine > 0)(lambda: _stage(x, xs, wg, z // wgs, range(n), interpret))
+
+        def item_step(i, previous):
+            unit = (start + i) // tiles
+            if not dense:
+                pl.when(unit != previous)(
+                    lambda: _stage_gathered(x, table, unit, k, xs, wg, z // wgs, interpret)
+                )
+            finisher = lax.rem(i, t.finishers)
+            y = product(i)
+            pl.when(i >= t.finishers)(lambda: plgpu.barrier_wait(free.at[finisher]))
+            sums[finisher, wg] = y
+            plgpu.barrier_arrive(done.at[finisher])
+
+            @pl.when(wg == finisher)
+            def _():
+                plgpu.barrier_wait(done.at[finisher])
+                tile = lax.rem(start + i, tiles)
+                h[unit, tile] = _situ_of_sums(sums.at[finisher], wgs, betas)
+                plgpu.barrier_arrive(free.at[finisher])
+
+            return unit
+
+        def product(i):
+            more = i + 1 < mine
+            following = tile_of(jnp.minimum(start + i + 1, jnp.maximum(items - 1, 0)))
+
+            def step(j, acc):
+                at = wg * steps + j
+                plgpu.barrier_wait(full.at[at])
+                operand = xs.at[pl.ds(at * (BLOCK // 32), BLOCK // 32)]
+                acc = mxfp4.multiply(acc, ws.at[at], operand, BLOCK, wide=wide, interpret=interpret)
+                pl.when(more)(lambda: issue(following, j))
+                return acc
+
+            return lax.fori_loop(0, steps, step, mxfp4.zeros())
+
+        lax.fori_loop(0, mine, item_step, jnp.int32(-1))
+        for f in range(t.finishers):  # nobody leaves with an arrival unseen
+            pl.when(mine > f)(lambda f=f: plgpu.barrier_wait(free.at[f]))
+
+    return body
+
+
+def _situ_of_sums(sums: Any, wgs: int, betas: tuple[float, float]) -> jax.Array:
+    """SiTU of one tile, [8, 32] bf16, from the warpgroups' sums f32 [warpgroups, 64, 8]."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    layout = plgpu.Layout.WG_STRIDED((COLUMNS, HALF), vec_size=1)
+
+    def total(first: int) -> jax.Array:
+        parts = [
+            plgpu.load(common.tref(sums.at[g, pl.ds(first, HALF)]), layout=layout, optimized=False)
+            for g in range(wgs)
+        ]
+        return sum(parts[1:], parts[0]).astype(jnp.bfloat16).astype(jnp.float32)
+
+    return situ_f32(total(0), total(HALF), *betas).astype(jnp.bfloat16)
+
+
+def _stage_gathered(
+    x: Any, table: Any, unit: jax.Array, k: int, xs: Any, wg: jax.Array, per: int, interpret: bool
+) -> None:
+    rows = [table[unit, 2 + c] // (COLUMNS * k) for c in range(COLUMNS)]
+    _stage(x, xs, wg, per, rows, interpret, table[unit, 1])
+
+
+def _stage(
+    x: Any,
+    xs: Any,
+    wg: jax.Array,
+    per: int,
+    rows: Any,
+    interpret: bool,
+    count: jax.Array | None = None,
+) -> None:
+    """Put this warpgroup's part of K of some rows of x into `xs`, in the tensor core's order."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    def one(c: int, row: Any) -> None:
+        source = x.at[row, pl.ds(wg * per, per)]
+        target = xs.at[pl.ds(wg * (per // 32), per // 32)]
+        if interpret:
+            target[:, c] = mxfp4.operand_order(source[...][None])[:, 0]
+            return
+        call = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
+        call(lambda _, a, b: _stage_registers(a, b, c, per))(source, target)
+
+    if not interpret:
+        # what was multiplied with the old rows is done in every warp
+        plgpu.inline_mgpu()(lambda _: common.Registers().barrier())()
+    for c, row in enumerate(rows):
+        if count is None:
+            one(c, row)
+        else:
+            pl.when(c < count)(lambda c=c, row=row: one(c, row))
+    if not interpret:
+        plgpu.inline_mgpu()(lambda _: common.Registers().barrier())()
+
+
+# 8 neighbours of x (their order is e, p) become four pairs, 16 bytes, of the place [column, q].
+_STAGE = """
+{
+.reg .pred in;
+.reg .b32 r0, r1, r2, r3, p0, p1, p2, p3, at, t;
+.reg .b64 from;
+setp.lt.u32 in, $0, COUNT;
+mul.wide.u32 from, $0, 16;
+add.u64 from, from, $1;
+@in ld.global.v4.b32 {r0, r1, r2, r3}, [from];
+prmt.b32 p0, r0, r2, 0x5410;
+prmt.b32 p1, r0, r2, 0x7632;
+prmt.b32 p2, r1, r3, 0x5410;
+prmt.b32 p3, r1, r3, 0x7632;
+shr.u32 at, $0, 4;
+shl.b32 at, at, 2;
+and.b32 t, $0, 3;
+add.u32 at, at, t;
+shl.b32 at, at, 9;
+and.b32 t, $0, 12;
+shl.b32 t, t, 2;
+add.u32 at, at, t;
+add.u32 at, at, $2;
+@in st.shared.v4.b32 [at+COLUMN], {p0, p1, p2, p3};
+}
+"""
+
+
+def _stage_registers(source: Any, target: Any, column: int, per: int) -> None:
+    reg = common.Registers()
+    thread = reg.thread()
+    base, address = reg.shared_address(target), reg.global_address(source)
+    text = _STAGE.replace("COUNT", str(per // 8)).replace("COLUMN", str(64 * column))
+    for first in range(0, per // 8, 128):  # 8 numbers: block v / 16, q = v / 4 % 4, word v % 4
+        reg.ptx(text, reg.add(thread, first), address, base, volatile=True)
+
+
+def down(
+    h: jax.Array,
+    units: Units,
+    w2: jax.Array,
+    layer: int | jax.Array,
+    *,
+    rows: int,
+    latent: int,
+    wide: bool,
+    tuning: Tuning,
+    interpret: bool = False,
+) -> jax.Array:
+    """R [P, Z] bf16 = W2 h for every pair (each pair belongs to exactly one unit)."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    pairs, width = h.shape[0], h.shape[1] * HALF
+    t, wgs = tuning, tuning.down_warpgroups
+    ring = wgs * t.down_stages
+    bf16 = jnp.bfloat16
+    span = t.down_tiles * mxfp4.ROWS
+    lines = mxfp4.tile_lines(width)
+    call = common.kernel(
+        _down_body(rows, pairs, latent, width, t, wide, interpret),
+        "k3_experts_down",
+        interpret=interpret,
+        out_type=jax.ShapeDtypeStruct((pairs, latent), bf16),
+        grid=(t.ctas,),
+        grid_names=("cta",),
+        num_threads=wgs,
+        thread_name="wg",
+        scratch_types=dict(
+            ws=plgpu.SMEM((ring, t.down_tiles, lines, mxfp4.LINE), jnp.uint32),
+            hs=plgpu.SMEM((ring, width // 32, COLUMNS, 32), bf16),
+            rs=plgpu.SMEM((wgs, COLUMNS, span), bf16),
+            full=plgpu.Barrier(num_barriers=ring, num_arrivals=2),
+        ),
+    )
+    return call(h, units.count, units.table, w2, common.layer_operand(layer))
+
+
+def _down_body(
+    n: int, pairs: int, z: int, width: int, t: Tuning, wide: bool, interpret: bool
+) -> Any:
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    wgs, depth = t.down_warpgroups, t.down_stages
+    span = t.down_tiles * mxfp4.ROWS
+    groups = z // span  # items per unit
+
+    def body(
+        h,  # bf16 [U, m/32, 8, 32]
+        count,  # i32 [1]
+        table,  # i32 [U, 10]
+        w,  # u32 [L, E Z/64, lines, 32]
+        layer,  # i32 [1]
+        r,  # bf16 [P, Z]
+        ws,  # u32 [warpgroups * stages, tiles, lines, 32]
+        hs,  # bf16 [warpgroups * stages, m/32, 8, 32]
+        rs,  # bf16 [warpgroups, 8, 64 tiles]
+        full,
+    ):
+        cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
+        first = wg * t.ctas + cta  # items first, first + stride, ...: every CTA gets some early
+        stride = wgs * t.ctas
+        items = (pairs if n == 1 else count[0]) * groups
+        mine = (items - first + stride - 1) // stride
+        which = layer[0]
+
+        def issue(i):
+            item = first + i * stride
+            unit, group = item // groups, lax.rem(item, groups)
+            slot = wg * depth + lax.rem(i, depth)
+            tile = table[unit, 0] * (z // mxfp4.ROWS) + group * t.down_tiles
+            block = w.at[which, pl.ds(tile, t.down_tiles)]
+            plgpu.copy_gmem_to_smem(block, ws.at[slot], full.at[slot])
+            plgpu.copy_gmem_to_smem(h.at[unit], hs.at[slot], full.at[slot])
+
+        for s in range(depth):
+            pl.when(s < mine)(lambda s=s: issue(jnp.int32(s)))
+
+        def item_step(i, _):
+            item = first + i * stride
+            unit, group = item // groups, lax.rem(item, groups)
+            slot = wg * depth + lax.rem(i, depth)
+            plgpu.barrier_wait(full.at[slot])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # rs is free again
+            for tile in range(t.down_tiles):
+                out = rs.at[wg, :, pl.ds(tile * mxfp4.ROWS, mxfp4.ROWS)]
+                common.tref(out)[...] = product(slot, tile).astype(jnp.bfloat16)
+            plgpu.commit_smem()
+            pl.when(i + depth < mine)(lambda: issue(i + depth))
+
+            def store(s, _):
+                entry = table[unit, 2 + s]
+                row = rs.at[wg, lax.rem(entry, COLUMNS)]
+                plgpu.copy_smem_to_gmem(row, r.at[entry // COLUMNS, pl.ds(group * span, span)])
+
+            lax.fori_loop(0, table[unit, 1], store, None)
+
+        def product(slot, tile):
+            acc = mxfp4.zeros()
+            for k0 in range(0, width, 128):
+                size = min(128, width - k0)
+                lines = pl.ds(k0 // 64 * mxfp4.TAIL_LINES, size // 64 * mxfp4.TAIL_LINES)
+                operand = hs.at[slot, pl.ds(k0 // 32, size // 32)]
+                acc = mxfp4.multiply(
+                    acc, ws.at[slot, tile, lines], operand, size, wide=wide, interpret=interpret
+                )
+            return acc
+
+        lax.fori_loop(0, mine, item_step, None)
+        plgpu.wait_smem_to_gmem(0)
+
+    return body

@@ -1,0 +1,571 @@
+"""y = x W^T for few rows: BF16 weights streamed once, FP32 accumulation; also several W of one x.
+
+    x [M, K] bf16, M = 1..64;  each w [L, N, K] bf16, the whole stack;  layer: which matrix of it
+    y [M, N] f32 (not rounded) or bf16 (one rounding)
+
+With `situ=(beta, linear_beta)` the rows of w are gate rows, then up rows, and y [M, N/2] bf16 is
+SiTU(gate, up). Rounding there: the products once to bf16, SiTU in f32 on the rounded values, one
+rounding of the result; as in the standard path.
+
+The weights are the 64-row operand of the tensor core and the rows of x the narrow one, padded to
+8, 16, 32 or 64 columns by TMA, which reads zeros beyond the array. A column never enters another
+column's sum, so a row that holds NaN cannot reach other rows.
+
+64 rows of a w belong to a cluster of `splits` CTAs, each with its part of K. A CTA's warpgroups
+take the steps of that part in turn, each through a TMA ring of its own. All sums meet through
+(distributed) shared memory and are added in one fixed order, so results do not depend on timing.
+
+With `norm=(weight, eps)` the rows of x are normalised on the way: y = W rmsnorm(x), see `row_norm`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import cluster_sum, common, row_norm, skinny_sm100
+
+TILE = 64  # rows of w per cluster: the row count of a wgmma instruction
+CORES = 132
+MAX_SPLITS = 8  # cluster size that every device takes
+
+
+@dataclass(frozen=True)
+class Projection:
+    """One product of a call.
+
+    Attributes:
+        w: bf16 [L, N, K].
+        out_dtype: of y; bfloat16 with `situ`.
+        situ: (beta, linear_beta), or None for the plain product.
+    """
+
+    w: jax.Array
+    out_dtype: Any = jnp.float32
+    situ: tuple[float, float] | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows of w."""
+        return self.w.shape[1]
+
+    @property
+    def columns(self) -> int:
+        """Columns of y."""
+        return self.rows if self.situ is None else self.rows // 2
+
+    def kind(self, tile: int) -> _Kind:
+        """The same without arrays, for tiles of that many rows."""
+        out = jnp.bfloat16 if self.situ is not None else self.out_dtype
+        tiles = -(-self.rows // tile)
+        return _Kind(self.rows, self.columns, tile, tiles, jnp.dtype(out), self.situ)
+
+
+@dataclass(frozen=True)
+class _Kind:
+    rows: int
+    columns: int
+    tile: int
+    tiles: int
+    dtype: Any
+    situ: tuple[float, float] | None
+
+    @property
+    def per_tile(self) -> int:
+        """Columns of y that a tile gives."""
+        return self.tile if self.situ is None else self.tile // 2
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How the kernel is cut.
+
+    Attributes:
+        step: columns of w per pipeline step.
+        stages: steps in flight per warpgroup.
+        warpgroups: warpgroups per CTA, sharing the steps along K.
+        splits: CTAs along K, a cluster; a power of two up to 8.
+        tile: rows of w per cluster: 64 (wgmma) or 128 (tcgen05, with one warpgroup).
+    """
+
+    step: int = 128
+    stages: int = 3
+    warpgroups: int = 2
+    splits: int = 1
+    tile: int = TILE
+
+
+def default_tuning(m: int, rows: Sequence[int], k: int, blackwell: bool = False) -> Tuning:
+    """What measured best on an H200 for matrices of so many rows; a guess on Blackwell.
+
+    About 100 CTAs, so K is split where there are few tiles; with more splits than that the
+    cluster's barriers cost more than they bring. A step's latency is hidden by several warpgroups,
+    or, for wide operands, by longer rings.
+    """
+    tile = skinny_sm100.TILE if blackwell else TILE
+    tiles = sum(-(-n // tile) for n in rows)
+    step = 128 if k % 128 == 0 else 64
+    steps, splits = k // step, 1
+    width = common.bucket(m)
+    most = 100 if width <= 16 else 104
+    while splits < MAX_SPLITS and tiles * splits * 2 <= most and steps % (splits * 2) == 0:
+        splits *= 2
+    if blackwell or width > 16 or (splits > 1 and steps // splits <= 8):
+        warpgroups = 1
+    else:
+        warpgroups = 4 if splits == 1 and tiles <= 104 else 2
+    stages = min(5, -(-steps // splits // warpgroups))
+    while stages > 1 and shared_bytes(width, Tuning(step, stages, warpgroups, tile=tile)) > (
+        # two CTAs per multiprocessor hide each other's start and end, where they fit with two
+        # stages
+        common.SHARED_MEMORY // (2 if tiles * splits > CORES and stages > 2 else 1)
+    ):
+        stages -= 1
+    return Tuning(step, stages, warpgroups, splits, tile)
+
+
+def limits(
+    x: jax.Array,
+    items: Sequence[Projection],
+    *,
+    norm: tuple[jax.Array, float] | None = None,
+    tuning: Tuning | None = None,
+) -> list[str]:
+    """Unmet conditions, each with what was found and what is expected."""
+    out: list[str] = []
+    common.expect(out, "x rank", x.ndim, 2, x.ndim == 2)
+    for i, p in enumerate(items):
+        common.expect(out, f"w[{i}] rank", p.w.ndim, "3 (layers, rows, columns)", p.w.ndim == 3)
+    if out:
+        return out
+    m, k = x.shape
+    rows = min(max(m, 1), common.MAX_ROWS)
+    t = tuning or default_tuning(rows, [p.rows for p in items], k, common.blackwell())
+    wanted = skinny_sm100.TILE if common.blackwell() else TILE
+    common.expect(out, "tile", t.tile, f"{wanted} on {common.architecture()}", t.tile == wanted)
+    ok = t.tile == TILE or t.warpgroups == 1
+    common.expect(out, "warpgroups", t.warpgroups, "1 with tcgen05", ok)
+    common.expect(out, "rows of x", m, f"1..{common.MAX_ROWS}", 1 <= m <= common.MAX_ROWS)
+    common.expect(out, "columns", k, "a multiple of 64", k % 64 == 0)
+    cut = t.step * t.splits
+    common.expect(out, "columns", k, f"a multiple of {cut}", k % cut == 0)
+    if norm is not None:
+        ok = t.step == row_norm.STEP
+        common.expect(out, "step", t.step, f"{row_norm.STEP} with norm", ok)
+        found = norm[0].shape
+        common.expect(out, "shape of the norm's weight", found, (k,), found == (k,))
+    common.expect(out, "splits", t.splits, "1, 2, 4 or 8", t.splits in (1, 2, 4, 8))
+    common.expect(out, "dtype of x", x.dtype, "bfloat16", x.dtype == jnp.bfloat16)
+    for i, p in enumerate(items):
+        name, n = f"w[{i}]", p.rows
+        common.expect(out, f"columns of {name}", p.w.shape[2], k, p.w.shape[2] == k)
+        common.expect(out, f"dtype of {name}", p.w.dtype, "bfloat16", p.w.dtype == jnp.bfloat16)
+        unit = 8 if p.situ is None else t.tile
+        common.expect(out, f"rows of {name}", n, f"a multiple of {unit} (pad them)", n % unit == 0)
+        allowed = (jnp.float32, jnp.bfloat16)
+        dtype = p.kind(t.tile).dtype
+        common.expect(out, "out_dtype", dtype, "float32 or bfloat16", dtype in allowed)
+    used = shared_bytes(common.bucket(rows), t, norm is not None)
+    limit = common.SHARED_MEMORY
+    common.expect(out, "shared memory", used, f"at most {limit} bytes", used <= limit)
+    return out
+
+
+def shared_bytes(width: int, t: Tuning, norm: bool = False) -> int:
+    """Shared memory of one CTA: rings, sums, the result on its way out, squares, barriers."""
+    ring = t.warpgroups * t.stages * (t.tile + width) * t.step * 2
+    sums = (t.warpgroups + 1) * t.tile * width * 4
+    return ring + sums + norm * t.warpgroups * width * 8 + 1024
+
+
+def reference(
+    x: jax.Array,
+    items: Sequence[Projection],
+    layer: int | jax.Array = 0,
+    *,
+    norm: tuple[jax.Array, float] | None = None,
+) -> list[jax.Array]:
+    """The same in plain jnp."""
+    out = []
+    if norm is not None:
+        f = x.astype(jnp.float32)
+        f = f * lax.rsqrt(jnp.mean(f * f, -1, keepdims=True) + norm[1])
+        x = lax.reduce_precision(f * norm[0].astype(jnp.float32), 8, 7)
+    for p in items:
+        y = jnp.einsum(
+            "mk,nk->mn",
+            x.astype(jnp.float32),
+            p.w[layer].astype(jnp.float32),
+            precision=lax.Precision.HIGHEST,
+        )
+        out.append(_finished(y, p.kind(TILE)))
+    return out
+
+
+def _finished(y: jax.Array, kind: _Kind) -> jax.Array:
+    """What is done to the complete f32 sums, in plain jnp."""
+    if kind.situ is not None:
+        gate, up = jnp.split(lax.reduce_precision(y, 8, 7), 2, axis=-1)
+        y = situ_f32(gate, up, *kind.situ)
+    return lax.reduce_precision(y, 8, 7).astype(kind.dtype) if kind.dtype == jnp.bfloat16 else y
+
+
+def situ_f32(gate: jax.Array, up: jax.Array, beta: float, linear_beta: float) -> jax.Array:
+    """B tanh(g/b) sigmoid(g) * c tanh(u/c) in f32, not rounded."""
+    soft_gate = beta * jnp.tanh(gate * (1 / beta)) / (1 + jnp.exp(-gate))
+    return soft_gate * (linear_beta * jnp.tanh(up * (1 / linear_beta)))
+
+
+def skinny(
+    x: jax.Array,
+    w: jax.Array,
+    layer: int | jax.Array = 0,
+    *,
+    out_dtype: Any = jnp.float32,
+    situ: tuple[float, float] | None = None,
+    tuning: Tuning | None = None,
+    interpret: bool = False,
+) -> jax.Array:
+    """One product, see the module's docstring.
+
+    Raises:
+        ValueError: `limits` are not met.
+    """
+    items = [Projection(w, out_dtype, situ)]
+    return projections(x, items, layer, tuning=tuning, interpret=interpret)[0]
+
+
+def projections(
+    x: jax.Array,
+    items: Sequence[Projection],
+    layer: int | jax.Array = 0,
+    *,
+    norm: tuple[jax.Array, float] | None = None,
+    tuning: Tuning | None = None,
+    interpret: bool = False,
+) -> list[jax.Array]:
+    """Several products of one x in one kernel, see the module's docstring.
+
+    Raises:
+        ValueError: `limits` are not met.
+    """
+    common.require(limits(x, items, norm=norm, tuning=tuning), "skinny")
+    m, k = x.shape
+    width = common.bucket(m)
+    t = tuning or default_tuning(m, [p.rows for p in items], k, common.blackwell())
+    kinds = tuple(p.kind(t.tile) for p in items)
+    ws = [p.w for p in items]
+    if interpret:
+        return _interpreted(x, ws, layer, kinds, norm, t)
+    if m > 8:  # the copy engine takes rows of x by eights; the step's row buckets are such numbers
+        x = jnp.pad(x, ((0, -m % 8), (0, 0)))
+    shapes = []
+    for kind in kinds:  # rows of y start at multiples of 16 bytes
+        columns = common.round_up(kind.columns, 16 // kind.dtype.itemsize)
+        shapes.append(jax.ShapeDtypeStruct((m, columns), kind.dtype))
+    eps = None if norm is None else norm[1]
+    call = _build(k, width, kinds, t, shapes, eps, False)
+    # without a norm its weight is any array, and not looked at
+    ys = call(x, common.layer_operand(layer), x if norm is None else norm[0], *ws)
+    return [y[:, : kind.columns] for y, kind in zip(ys, kinds, strict=True)]
+
+
+def _interpreted(
+    x: jax.Array,
+    ws: list[jax.Array],
+    layer: int | jax.Array,
+    kinds: tuple[_Kind, ...],
+    norm: tuple[jax.Array, float] | None,
+    t: Tuning,
+) -> list[jax.Array]:
+    """The kernel in the interpreter, which has neither clusters of this kind nor clipped copies.
+
+    Every CTA gives its partial sums, and their sum is finished here. So is a norm.
+    """
+    m, k = x.shape
+    factor = jnp.ones((m, 1), jnp.float32)
+    if norm is not None:
+        f = x.astype(jnp.float32)
+        factor = lax.rsqrt(jnp.mean(f * f, -1, keepdims=True) + norm[1])
+        x = x * norm[0]
+    width = common.bucket(m)
+    x = jnp.pad(x, ((0, width - m), (0, 0)), constant_values=jnp.nan)
+    ws = [jnp.pad(w, ((0, 0), (0, -w.shape[1] % TILE), (0, 0))) for w in ws]
+    padded = tuple(
+        _Kind(w.shape[1], w.shape[1], q.tile, q.tiles, q.dtype, q.situ)
+        for w, q in zip(ws, kinds, strict=True)
+    )
+    shapes = [jax.ShapeDtypeStruct((t.splits, width, q.columns), jnp.float32) for q in padded]
+    sums = _build(k, width, padded, t, shapes, None, True)(x, common.layer_operand(layer), x, *ws)
+    out = []
+    for y, kind in zip(sums, kinds, strict=True):
+        y = jnp.sum(y, 0)
+        if kind.situ is not None:  # columns are those of the tiles: 32 gate rows, their 32 up rows
+            y = y.reshape(width, -1, 2, TILE // 2).swapaxes(1, 2).reshape(width, -1)
+        out.append(_finished(y[:m, : kind.rows] * factor, kind))
+    return out
+
+
+def _build(
+    k: int,
+    width: int,
+    kinds: tuple[_Kind, ...],
+    t: Tuning,
+    shapes: list[jax.ShapeDtypeStruct],
+    eps: float | None,
+    interpret: bool,
+) -> Any:
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    bf16, f32 = jnp.bfloat16, jnp.float32
+    ring = t.warpgroups * t.stages
+    tiles = sum(kind.tiles for kind in kinds)
+    squares = dict(squares=plgpu.SMEM((t.warpgroups, width // 8, 16), f32))
+    if interpret:
+        grid = dict(grid=(tiles, t.splits), grid_names=("tile", "split"))
+    else:
+        grid = dict(grid=(tiles,), grid_names=("tile",))
+        grid |= dict(cluster=(t.splits,), cluster_names=("split",))
+    return common.kernel(
+        _body(k, width, kinds, t, eps, interpret),
+        "k3_skinny",
+        interpret=interpret,
+        out_type=shapes,
+        **grid,
+        num_threads=t.warpgroups,
+        thread_name="wg",
+        scratch_types=dict(
+            ws=plgpu.SMEM((ring, t.tile, t.step), bf16, transforms=common.tiled(bf16, t.step)),
+            xs=plgpu.SMEM((ring, width, t.step), bf16, transforms=common.tiled(bf16, t.step)),
+            sums=plgpu.SMEM((t.warpgroups, t.tile, width), f32),
+            full=plgpu.Barrier(num_barriers=ring, num_arrivals=3),
+            done=plgpu.Barrier(num_barriers=1, num_arrivals=t.warpgroups),
+            **({} if eps is None else squares),
+            **({} if t.tile == TILE else skinny_sm100.scratch(width, t.stages)),
+            **{
+                f"y{i}": plgpu.SMEM((width, _share(kind, width, t, interpret)[1]), shape.dtype)
+                for i, (kind, shape) in enumerate(zip(kinds, shapes, strict=True))
+            },
+        ),
+    )
+
+
+def _share(kind: _Kind, width: int, t: Tuning, interpret: bool) -> tuple[int, int]:
+    """CTAs of a cluster that finish a tile, and columns of y of each."""
+    if interpret:
+        return 1, t.tile
+    # at least one number for each of 128 threads, and 16 bytes per row for the copy engine
+    finishers = min(
+        t.splits, width * kind.per_tile // 128, kind.per_tile * kind.dtype.itemsize // 16
+    )
+    return finishers, kind.per_tile // finishers
+
+
+@dataclass(frozen=True)
+class _Cta:
+    """One CTA while its kernel is traced: sizes, places, refs.
+
+    x bf16 [M, K]; layer i32 [1]; norm bf16 [K] if there is a norm (eps not None). Scratch: ws bf16
+    [ring, tile, step], xs bf16 [ring, width, step], sums f32 [warpgroups, tile, width], squares f32
+    [warpgroups, width / 8, 16] with a norm; with tcgen05 acc f32 [128, width] in tensor memory and
+    its barriers read and complete.
+    """
+
+    k: int
+    width: int
+    t: Tuning
+    eps: float | None
+    interpret: bool
+    tile: Any  # grid places
+    split: Any
+    wg: Any
+    x: Any
+    layer: Any
+    norm: Any
+    ws: Any
+    xs: Any
+    sums: Any
+    full: Any
+    squares: Any = None
+    acc: Any = None
+    read: Any = None
+    complete: Any = None
+
+    @property
+    def steps(self) -> int:
+        """Steps of a CTA; its warpgroup g takes g, g + warpgroups, ..."""
+        return self.k // self.t.step // self.t.splits
+
+    @property
+    def in_cluster(self) -> bool:
+        """Whether the sums meet in a cluster of several CTAs."""
+        return self.t.splits > 1 and not self.interpret
+
+    def columns(self, j: Any) -> Any:
+        """Columns of w and x of this warpgroup's step j."""
+        from jax.experimental import pallas as pl
+
+        step = self.split * self.steps + self.wg + j * self.t.warpgroups
+        return pl.ds(step * self.t.step, self.t.step)
+
+    def issue(self, w: Any, kind: _Kind, local: Any, which: Any, j: Any, slot: Any) -> None:
+        """Fill a slot with step j of tile `local` of w [L, N, K] and of x."""
+        from jax.experimental import pallas as pl
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        cols, half, bar = self.columns(j), self.t.tile // 2, self.full.at[slot]
+        for part in range(2):  # with SiTU gate rows, and the up rows that belong to them
+            apart = half if kind.situ is None else kind.rows // 2
+            row = local * kind.per_tile + part * apart
+            into = self.ws.at[slot, pl.ds(part * half, half)]
+            plgpu.copy_gmem_to_smem(w.at[which, pl.ds(row, half), cols], into, bar)
+        # a start known at run time only lets the box reach beyond the last row of x
+        source = self.x.at[pl.ds(self.tile * 0, self.width), cols]
+        plgpu.copy_gmem_to_smem(source, self.xs.at[slot], bar)
+
+    def ready(self, j: Any, slot: Any, seen: Any) -> Any:
+        """Wait for a slot; with a norm scale its x and add its squares to `seen`."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        plgpu.barrier_wait(self.full.at[slot])
+        if self.eps is None:
+            return seen
+        weight = self.norm.at[self.columns(j)]
+        return row_norm.scale_tile(seen, self.xs.at[slot], weight, self.width)
+
+
+def _multiply(c: _Cta, w: Any, kind: _Kind, first: int) -> None:
+    """This warpgroup's part of the product of a tile of w, into its place in `sums`."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    t, which = c.t, c.layer[0]
+    mine = (c.steps - c.wg + t.warpgroups - 1) // t.warpgroups
+
+    def issue(j, slot):
+        c.issue(w, kind, c.tile - first, which, j, slot)
+
+    for s in range(t.stages):
+        pl.when(s < mine)(lambda s=s: issue(s, c.wg * t.stages + s))
+    start = None if c.eps is None else row_norm.no_squares(c.width)
+
+    def accumulate(sum_ref):
+        def step(j, seen):
+            slot = c.wg * t.stages + lax.rem(j, t.stages)
+            seen = c.ready(j, slot, seen)
+            plgpu.wgmma(sum_ref, c.ws.at[slot], common.tref(c.xs.at[slot]))
+            plgpu.wgmma_wait(0)
+            pl.when(j + t.stages < mine)(lambda: issue(j + t.stages, slot))
+            return seen
+
+        seen = lax.fori_loop(0, mine, step, start)
+        return (sum_ref[...],) if c.eps is None else (sum_ref[...], seen)
+
+    if t.tile == TILE:
+        result = pl.run_scoped(accumulate, plgpu.ACC((TILE, c.width), jnp.float32))
+    else:
+        result = skinny_sm100.accumulate(
+            mine, t.stages, c.ready, issue, c.ws, c.xs, c.acc, c.read, c.complete, start
+        )
+    c.sums[c.wg] = result[0]
+    if c.eps is not None:
+        row_norm.store_squares(result[1], c.squares.at[c.wg], c.width)
+
+
+def _store(c: _Cta, y: Any, kind: _Kind, first: int, staged: Any) -> None:
+    """Finish this CTA's columns of a tile and write them to y."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    columns = _share(kind, c.width, c.t, c.interpret)[1]
+    if c.interpret:
+        staged[...] = cluster_sum.local_total(c.sums, 0, c.t.tile)
+        target, start = y.at[c.split], (c.tile - first) * c.t.tile
+    else:
+        staged[...] = _result(c, c.split * columns, columns, kind)
+        target, start = y, (c.tile - first) * kind.per_tile + c.split * columns
+    plgpu.commit_smem()
+    rows = pl.ds(c.tile * 0, c.width)
+    plgpu.copy_smem_to_gmem(staged, target.at[rows, pl.ds(start, columns)])
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _body(
+    k: int,
+    width: int,
+    kinds: tuple[_Kind, ...],
+    t: Tuning,
+    eps: float | None,
+    interpret: bool,
+) -> Any:
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    count = len(kinds)
+    ranges, first = [], 0  # tiles of each matrix
+    for kind in kinds:
+        ranges.append((first, first + kind.tiles))
+        first += kind.tiles
+
+    def body(
+        x,
+        layer,
+        norm,
+        *refs,  # bf16 [L, N, K] each, then outputs [M, N] each (interpreter: f32 [S, width, N])
+        ws,
+        xs,
+        sums,
+        full,
+        done,
+        squares=None,
+        acc=None,
+        read=None,
+        complete=None,
+        **ys,  # y0, y1, ...: [width, columns of a finisher]
+    ):
+        tile, split, wg = (lax.axis_index(name) for name in ("tile", "split", "wg"))
+        places = tile, split, wg
+        scratch = ws, xs, sums, full, squares, acc, read, complete
+        c = _Cta(k, width, t, eps, interpret, *places, x, layer, norm, *scratch)
+        for i, (kind, (low, high)) in enumerate(zip(kinds, ranges, strict=True)):
+            here = (tile >= low) & (tile < high)
+            pl.when(here)(lambda i=i, kind=kind, low=low: _multiply(c, refs[i], kind, low))
+        if c.in_cluster:
+            cluster_sum.barrier()
+        else:
+            plgpu.barrier_arrive(done.at[0])
+            pl.when(wg == 0)(lambda: plgpu.barrier_wait(done.at[0]))
+        for i, (kind, (low, high)) in enumerate(zip(kinds, ranges, strict=True)):
+            here = (tile >= low) & (tile < high) & (wg == 0)
+            if not interpret:
+                here &= split < _share(kind, width, t, interpret)[0]
+            pl.when(here)(
+                lambda i=i, kind=kind, low=low: _store(c, refs[count + i], kind, low, ys[f"y{i}"])
+            )
+        if c.in_cluster:
+            cluster_sum.barrier()  # nobody leaves while its sums are read
+
+    return body
+
+
+def _result(c: _Cta, first: Any, columns: int, kind: _Kind) -> jax.Array:
+    """Finished columns [width, columns] of a tile: all sums added, norm, SiTU, rounding."""
+
+    def total(start: Any) -> jax.Array:
+        if c.t.splits == 1 and c.eps is None:
+            return cluster_sum.local_total(c.sums, start, columns)
+        norm = None if c.eps is None else (c.k, c.eps)
+        return cluster_sum.cluster_total(c.sums, c.squares, start, columns, c.t.splits, norm)
+
+    if kind.situ is None:
+        return total(first).astype(kind.dtype)
+    rounded = [
+        total(first + part * (c.t.tile // 2)).astype(jnp.bfloat16).astype(jnp.float32)
+        for part in range(2)
+    ]
+    return situ_f32(*rounded, *kind.situ).astype(kind.dtype)

@@ -1,0 +1,175 @@
+"""Compile every kernel at real shapes for a GPU that is absent: `python -m parity.kernel_aot`.
+
+    python -m parity.kernel_aot --target h200|gb300 [--match PART]
+
+One target per process. Needs the CUDA plugin of JAX, ptxas and libdevice (extra `aot`). Prints
+registers and spilled bytes as ptxas reports them; exit status 1 if a kernel that must not spill
+does. It proves that kernels lower and assemble, not what they compute.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+TARGETS = {  # cores, compute capability, L2 and memory bytes, name
+    "h200": (132, (9, 0), 62914560, 150 << 30, "NVIDIA H200"),
+    "gb300": (152, (10, 3), 135528448, 276 << 30, "NVIDIA GB300"),
+}
+MAY_SPILL = {"k3_attn_res"}  # sources are kept in registers; some spill to L1, by design
+
+
+def plugin_folder() -> Path | None:
+    """Folder of the CUDA wheels (ptxas, libdevice), or None where they are not installed."""
+    if importlib.util.find_spec("jax_plugins") is None:
+        return None
+    if importlib.util.find_spec("jax_plugins.xla_cuda13") is None:
+        return None
+    found = importlib.util.find_spec("nvidia")
+    for place in (found.submodule_search_locations or []) if found else []:
+        if (Path(place) / "cu13" / "bin" / "ptxas").exists():
+            return Path(place) / "cu13"
+    return None
+
+
+def description(target: str) -> str:
+    """XLA's target configuration in text form."""
+    cores, (major, minor), l2, memory, name = TARGETS[target]
+    version = 'driver_version: "13.0.0" runtime_version: "12.8.0"'
+    return (
+        "gpu_device_info { threads_per_block_limit: 1024 threads_per_warp: 32"
+        " shared_memory_per_block: 49152 shared_memory_per_core: 233472"
+        f" threads_per_core_limit: 2048 core_count: {cores} fpus_per_core: 128"
+        " block_dim_limit_x: 2147483647 block_dim_limit_y: 65535 block_dim_limit_z: 65535"
+        f" memory_bandwidth: 4800000000000 l2_cache_size: {l2} clock_rate_ghz: 1.98"
+        f" device_memory_size: {memory} shared_memory_per_block_optin: 232448"
+        f" cuda_compute_capability {{ major: {major} minor: {minor}"
+        " feature_extension: ACCELERATED_FEATURES } registers_per_core_limit: 65536"
+        " registers_per_block_limit: 65536 thread_dim_limit_x: 1024 thread_dim_limit_y: 1024"
+        f' thread_dim_limit_z: 64 device_vendor: "NVIDIA Corporation" name: "{name}" {version}'
+        ' compile_time_toolkit_version: "12.8.0" dnn_version: "9.15.0" } platform_name: "CUDA"'
+        f' dnn_version_info {{ major: 9 minor: 15 }} device_description_str: "{name}"'
+    )
+
+
+def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """Name -> (function, abstract arguments); two layers stand for the stack."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels import attn_res, experts, latent_up, mxfp4, route, skinny
+
+    bf16, f32, i32 = jnp.bfloat16, jnp.float32, jnp.int32
+    situ = (4.0, 25.0)
+
+    def s(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    layer = s(i32)
+    out: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
+    for m in (1, 8, 64):
+        for name, n, k, kw in (
+            ("kda_in", 3208, 7168, {"out_dtype": bf16}),
+            ("o_proj", 7168, 768, {}),
+            ("shared_up", 768, 7168, {"situ": situ}),
+        ):
+            out[f"skinny.{name}.rows{m}"] = (
+                lambda x, w, i, kw=kw: skinny.skinny(x, w, i, **kw),
+                (s(bf16, m, k), s(bf16, 2, n, k), layer),
+            )
+        ws = (s(bf16, 2, n, 7168) for n in (56, 224, 768))
+        out[f"route.rows{m}"] = (
+            lambda x, a, b, c, i: route.route(x, a, b, c, i, betas=situ),
+            (s(bf16, m, 7168), *ws, layer),
+        )
+        out[f"latent_up.rows{m}"] = (
+            lambda x, g, w, i: latent_up.latent_up(x, g, w, i, eps=1e-5),
+            (s(bf16, m, 3584), s(bf16, 3584), s(bf16, 2, 448, 3584), layer),
+        )
+        row = s(bf16, m, 7168)
+        wide = s(bf16, 7168)
+        out[f"attn_res.rows{m}"] = (
+            lambda p, b, c, d, *ws: attn_res.attn_res(p, b, c, d, *ws, eps=1e-5, snapshot=True),
+            (row, s(bf16, m, 8, 7168), layer, row, wide, wide, wide),
+        )
+        for ranks in (16, 8):
+            width, z, e = 3072 // ranks, 3584, 896
+            w13 = s(jnp.uint32, 2, e * width // 32, mxfp4.tile_lines(z), 32)
+            w2 = s(jnp.uint32, 2, e * z // 64, mxfp4.tile_lines(width), 32)
+            out[f"experts.tp{ranks}.rows{m}"] = (
+                lambda *a, width=width: experts.experts(*a, width=width, betas=situ),
+                (s(bf16, m, z), s(i32, m, 16), s(f32, m, 16), w13, w2, layer),
+            )
+    return out
+
+
+@contextlib.contextmanager
+def _reports(folder: Path) -> Iterator[None]:
+    names = {"MOSAIC_GPU_DUMP_TO": str(folder), "MOSAIC_GPU_DUMP_PTXAS": "1"}
+    os.environ |= names
+    try:
+        yield
+    finally:
+        for name in names:
+            del os.environ[name]
+
+
+def compile_case(target: str, call: Callable[..., Any], avals: tuple[Any, ...]) -> list[str]:
+    """Compile; ptxas' lines `kernel registers spilled` for every kernel in it."""
+    import jax
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc(
+        platform="cuda", target_config=description(target), topology="1x1x1"
+    )
+    mesh = topologies.make_mesh(topology, (1,), ("x",))
+    here = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    placed = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here) for a in avals]
+    with tempfile.TemporaryDirectory() as name:
+        with _reports(Path(name)), jax.default_device(topology.devices[0]):
+            jax.jit(call).lower(*placed).compile()
+        lines = []
+        for file in sorted(Path(name).glob("*.ptxas")):
+            text = file.read_text()
+            registers = re.findall(r"Used (\d+) registers", text)[-1]
+            spilled = sum(map(int, re.findall(r"(\d+) bytes spill", text.split("Function")[-1])))
+            kernel = re.sub(r"_\d+$", "", file.stem)
+            lines.append(f"{kernel} {registers} {spilled}")
+    return lines
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Compile the cases of one target."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--target", choices=tuple(TARGETS), default="h200")
+    parser.add_argument("--match", default="")
+    args = parser.parse_args(argv)
+    folder = plugin_folder()
+    if folder is None:
+        print("NOT RUN: no CUDA plugin with ptxas; install the extra `aot`", file=sys.stderr)
+        return 2
+    # no driver and no cuDNN here; nothing to tune on
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
+    os.environ["PATH"] += os.pathsep + str(folder / "bin")
+    bad = 0
+    for name, (call, avals) in cases().items():
+        if args.match not in name:
+            continue
+        for line in compile_case(args.target, call, avals):
+            kernel, registers, spilled = line.split()
+            print(f"{name}: {kernel} {registers} registers, {spilled} bytes spilled", flush=True)
+            bad += int(spilled) > 0 and kernel not in MAY_SPILL
+    return int(bad > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

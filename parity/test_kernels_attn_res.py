@@ -1,0 +1,62 @@
+"""The AttnRes kernel in the Mosaic GPU interpreter, with race detection."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jax_impl.numerics import Numerics, f32
+from jax_impl.ops.attn_res import attn_res as standard
+from jax_impl.ops.norm import rmsnorm
+from pallas_kernels import attn_res, common
+from parity.kernel_env import needs_interpreter, same
+
+D, BANK = 512, 3
+TUNING = attn_res.Tuning(warpgroups=2)
+
+
+def operands(rng, rows, count, dtype):
+    def normal(*shape):
+        return jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+
+    snapshots = normal(rows, BANK, D).at[:, count:].set(jnp.nan)
+    prefix, delta = normal(rows, D), normal(rows, D).astype(dtype)
+    return prefix, snapshots, count, delta, normal(D), normal(1, D) * 0.05, normal(D)
+
+
+@needs_interpreter
+@pytest.mark.parametrize(
+    ("rows", "count", "kw"),
+    [
+        (2, 0, {"snapshot": True}),
+        (3, 2, {}),
+        (1, BANK, {"reset": True}),
+    ],
+)
+def test_attn_res(rows, count, kw):
+    """Against the standard stages' formulas; what lies beyond `count` is NaN."""
+    rng = np.random.default_rng(rows)
+    dtype = jnp.float32 if kw.get("reset") else jnp.bfloat16
+    prefix, snapshots, count, delta, *weights = operands(rng, rows, count, dtype)
+    if rows > 1:
+        prefix = prefix.at[0].set(jnp.nan)
+    args = prefix, snapshots, jnp.int32(count), delta, *weights
+    x, new, bank = attn_res.attn_res(*args, eps=1e-5, tuning=TUNING, interpret=True, **kw)
+    nx = Numerics()
+    added = nx.round(f32(delta)) if kw.get("reset") else nx.round(f32(prefix) + f32(delta))
+    mixed = standard(nx, added, snapshots, count, weights[0], weights[1], 1e-5)
+    same(x, rmsnorm(nx, mixed, weights[2], 1e-5), 1e-3)
+    same(new, added, 0.0, "max_abs")
+    want = snapshots.at[:, count].set(added) if kw.get("snapshot") else snapshots
+    same(bank, want, 0.0, "max_abs")
+    for got, ref in zip((x, new, bank), attn_res.reference(*args, eps=1e-5, **kw), strict=True):
+        same(got, ref, 1e-3)
+    assert not common.races_found()
+
+
+def test_limits_name_found_and_expected():
+    wide = jnp.zeros((65, 100), jnp.bfloat16)
+    reasons = attn_res.limits(wide, jnp.zeros((65, 2, 100), jnp.bfloat16), wide, tuning=TUNING)
+    assert reasons == [
+        "rows: found 65, expected 1..64",
+        "width: found 100, expected a multiple of 256",
+    ]
