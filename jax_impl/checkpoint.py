@@ -17,7 +17,7 @@ import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy, which safetensor
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jax_impl.config import ModelConfig
+from jax_impl.config import ConfigError, ModelConfig, read_config
 from jax_impl.weights import (
     BYTES,
     AnyConfig,
@@ -157,6 +157,15 @@ class Checkpoint:
                             f"{part.shape[0]} on (padding beyond the heads)"
                         )
         raise_problems(self.path, problems)
+
+
+def is_draft(path: str | Path) -> bool:
+    """Whether a directory's config.json is a drafter's; False where it cannot be read."""
+    try:
+        raw, _ = read_config(path, "a checkpoint")
+    except ConfigError:
+        return False
+    return isinstance(raw, dict) and raw.get("model_type") == "k3_dspark"
 
 
 class Reader:

@@ -26,13 +26,19 @@ def check(checkpoint: Positional[Path], *, checksums: bool = False, json: str | 
     Example: k3 check /data/Kimi-K3
 
     Args:
-        checkpoint: directory with config.json, the index and the shards, or a prepared one.
+        checkpoint: directory of a target or a drafter, released or prepared.
         checksums: also read all data of a prepared checkpoint and compare its checksums.
         json: write the result to this file ('-' for standard output).
     """
-    from jax_impl.checkpoint import Checkpoint
+    from jax_impl.checkpoint import is_draft
 
-    found = Checkpoint.open(checkpoint)
+    if is_draft(checkpoint):
+        from jax_impl.draft_weights import open_draft as open_checkpoint
+    else:
+        from jax_impl.checkpoint import Checkpoint
+
+        open_checkpoint = Checkpoint.open
+    found = open_checkpoint(checkpoint)
     result = {
         "checkpoint": str(checkpoint),
         "tensors": len(found.consumed),
@@ -155,7 +161,7 @@ class GenerateOptions:
         kv_dtype: dtype of the MLA latent cache (default: as compute).
         kv_scale: the FP8 scale; needed with float8_e4m3fn.
         chunk: prompt tokens per prefill step.
-        page_size: tokens per cache page.
+        page_size: rows of a cache page on one rank: tokens, or with dcp every dcp-th of them.
         backend: auto is the standard XLA path; latency_specialized asks for Pallas kernels.
         tp: tensor-parallel ranks, one device each.
         experts: cut the width of every routed expert (tp), or give whole experts to ranks (ep).

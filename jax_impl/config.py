@@ -277,8 +277,20 @@ class RunConfig:
 
     @property
     def page_tokens(self) -> int:
-        """Tokens of context that one page stands for, over all ranks."""
+        """Rows of one page on all ranks together."""
         return self.page_size * self.dcp
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that a sequence of so many tokens needs: those that its fullest rank fills."""
+        turn = self.dcp_interleave * self.dcp
+        rows = tokens // turn * self.dcp_interleave + min(tokens % turn, self.dcp_interleave)
+        return -(-rows // self.page_size)
+
+    def tokens_in(self, pages: Any) -> Any:
+        """Tokens that so many pages hold before a rank's rows need one more; also of an array."""
+        rows = pages * self.page_size
+        turn = self.dcp_interleave * self.dcp
+        return rows // self.dcp_interleave * turn + rows % self.dcp_interleave
 
     @property
     def fp8(self) -> bool:

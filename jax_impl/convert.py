@@ -34,8 +34,7 @@ from rich.progress import (
 )
 from rich.progress import Progress as Bar
 
-from jax_impl.checkpoint import Checkpoint, CheckpointError, Reader
-from jax_impl.config import read_config
+from jax_impl.checkpoint import Checkpoint, CheckpointError, Reader, is_draft
 from jax_impl.draft_weights import open_draft
 from jax_impl.loader import value_check
 from jax_impl.prepared import (
@@ -125,9 +124,7 @@ def run_convert(path: Path, out: Path) -> dict[str, Any]:
     Raises:
         ConfigError, CheckpointError: as opening it and as `convert`.
     """
-    raw, _ = read_config(path, "a checkpoint")
-    draft = isinstance(raw, dict) and raw.get("model_type") == "k3_dspark"
-    checkpoint = open_draft(path) if draft else Checkpoint.open(path)
+    checkpoint = open_draft(path) if is_draft(path) else Checkpoint.open(path)
     items = plan_items(checkpoint.config, checkpoint.table)
     total = sum(a.stored.nbytes for arrays in items.values() for a in arrays)
     try:

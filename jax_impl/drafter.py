@@ -78,7 +78,7 @@ def propose(
     block = block_inputs(draft, inputs, anchor, drafts)
     base, cache = base_logits(static, draft, backend, weights, draft_weights, cache, block)
     found, logits = backend.draft_markov(draft, draft_weights.root, base, block, sample=sample)
-    room = static.run.page_tokens * jnp.sum(inputs.page_table >= 0, axis=1)
+    room = static.run.tokens_in(jnp.sum(inputs.page_table >= 0, axis=1))
     room = jnp.minimum(room, static.config.max_position_embeddings) - inputs.position
     count = jnp.where(inputs.live, jnp.clip(room, 0, drafts + 1), 0)
     tokens = jnp.concatenate([anchor[:, None], found], axis=1)

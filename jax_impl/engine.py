@@ -12,6 +12,7 @@ import numpy as np
 from jax_impl.backend import AUTO, Backend
 from jax_impl.cache import PAD, Cache, StepInputs, StepOutputs
 from jax_impl.config import ModelConfig, RunConfig
+from jax_impl.draft_config import DraftConfig
 from jax_impl.params import Weights
 from jax_impl.sharding import (
     ONE_DEVICE,
@@ -94,6 +95,7 @@ class Engine:
         context: int | None = None,
         placement: Placement = ONE_DEVICE,
         check_replicas: bool = False,
+        draft_config: DraftConfig | None = None,
     ) -> None:
         """Allocate the cache.
 
@@ -108,13 +110,14 @@ class Engine:
             placement: the ranks; `weights` are laid out on them.
             check_replicas: after every step compare, bit by bit, what should be equal on all ranks
                 (slow, for finding errors).
+            draft_config: a drafter whose cache is allocated too (`SpeculativeEngine`).
 
         Raises:
             EngineError: `chunk` or `context` out of range.
             ConfigError: the model does not divide by the ranks.
         """
         require_ranks(config, run, placement.ranks.size)
-        most = min(run.pages * run.page_tokens, config.max_position_embeddings)
+        most = min(run.tokens_in(run.pages), config.max_position_embeddings)
         self.context = most if context is None else context
         if not 1 <= self.context <= most or chunk < 1:
             raise EngineError(
@@ -125,7 +128,7 @@ class Engine:
         self.static, self.placement = Static(config, run, placement.ranks), placement
         self.check_replicas = check_replicas
         self.weights, self.backend, self.chunk = weights, backend, chunk
-        self.cache: Cache = make_spread_cache(config, run, placement)
+        self.cache: Cache = make_spread_cache(config, run, placement, draft_config)
         self.sequences: dict[int, Sequence] = {}
         self.steps: dict[tuple[str, int, int], int] = {}
         self._free_slots = list(range(run.slots))[::-1]
@@ -179,6 +182,7 @@ class Engine:
         """
         self._check_ids(ids)
         seq = self._get(handle)
+        self._require_sound(handle, seq)
         if seq.processed > len(seq.ids):
             seq.processed = 0
         seq.ids.extend(int(i) for i in ids)
@@ -197,6 +201,7 @@ class Engine:
         Returns that token; None if the logits were not finite (see `Sequence.failed`).
         """
         seq = self._get(handle)
+        self._require_open(handle, seq)
         while True:
             count = min(self.chunk, len(seq.ids) - seq.processed)
             if count < 1:
@@ -225,11 +230,8 @@ class Engine:
         """The sequences, if one decode step can take all of them."""
         seqs = [self._get(h) for h in handles]
         for handle, seq in zip(handles, seqs, strict=True):
+            self._require_open(handle, seq)
             waiting = len(seq.ids) - seq.processed
-            if seq.finished is not None:
-                raise EngineError(
-                    f"sequence {handle} is finished ({seq.finished}); extend or release it"
-                )
             if waiting != 1:
                 raise EngineError(
                     f"sequence {handle}: {waiting} unprocessed tokens, decode takes exactly one; "
@@ -269,7 +271,7 @@ class Engine:
     def _inputs(
         self, seqs: list[Sequence], counts: list[int], batch: int, tokens: int
     ) -> StepInputs:
-        width = -(-self.context // self.static.run.page_tokens)
+        width = self.static.run.pages_for(self.context)
         return _step_inputs(seqs, counts, batch, tokens, width, self.static.config.pad_token_id)
 
     def _done(self, kind: str, batch: int, tokens: int, outputs: Any) -> None:
@@ -294,7 +296,7 @@ class Engine:
                 f"{length} tokens: beyond the context of {self.context} that this engine was made "
                 "for; release the sequence or make an engine with a larger context"
             )
-        needed = -(-length // self.static.run.page_tokens) - len(seq.pages)
+        needed = self.static.run.pages_for(length) - len(seq.pages)
         if needed > len(self._free_pages):
             raise EngineError(
                 f"{length} tokens need {needed} more page(s) of {self.static.run.page_tokens}, "
@@ -313,9 +315,21 @@ class Engine:
             raise EngineError(f"no sequence {handle}; live: {sorted(self.sequences)}")
         return self.sequences[handle]
 
+    @staticmethod
+    def _require_sound(handle: int, seq: Sequence) -> None:
+        if seq.failed is not None:
+            raise EngineError(f"sequence {handle} failed ({seq.failed}); release it")
+
+    def _require_open(self, handle: int, seq: Sequence) -> None:
+        self._require_sound(handle, seq)
+        if seq.finished is not None:
+            raise EngineError(
+                f"sequence {handle} is finished ({seq.finished}); extend or release it"
+            )
+
     def _check_ids(self, ids: Ids[int]) -> None:
         vocab = self.static.config.vocab_size
-        bad = [i for i in ids if not 0 <= int(i) < vocab]
+        bad = [i for i in ids if int(i) != i or not 0 <= i < vocab]
         if not len(ids) or bad:
             found = "no token ids" if not len(ids) else f"ids outside 0..{vocab - 1}: {bad[:5]}"
             raise EngineError(f"{found}; expected at least one id of the vocabulary")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -85,21 +85,34 @@ def _settings(config: ModelConfig, ids: list[int], options: GenerateOptions) -> 
         problems.append(f"temperature {options.temperature}: expected 0 (greedy) or above")
     if not 0 <= options.seed < 2**32:
         problems.append(f"seed {options.seed}: expected 0..{2**32 - 1}")
+    if options.draft is None:
+        problems += _speculation_without_draft(options)
     if problems:
         raise ConfigError("not started:" + "".join(f"\n  - {p}" for p in problems))
-    return RunConfig(
+    run = RunConfig(
         profile=options.profile,
         compute=options.compute,
         kv_dtype=options.kv_dtype,
         kv_scale=options.kv_scale,
         slots=1,
-        pages=-(-length // max(options.page_size * options.dcp, 1)),
+        pages=1,
         page_size=options.page_size,
         decode_backend=options.backend,
         experts=options.experts,
         dcp=options.dcp,
         dcp_interleave=options.dcp_interleave,
     )
+    return replace(run, pages=run.pages_for(length))
+
+
+def _speculation_without_draft(options: GenerateOptions) -> list[str]:
+    """Options that would be ignored: a plain run must not pass for a speculative one."""
+    usual = type(options)()
+    return [
+        f"--{name.replace('_', '-')} {getattr(options, name)}: only with --draft"
+        for name in ("drafts", "accept", "accept_length", "drafting")
+        if getattr(options, name) != getattr(usual, name)
+    ]
 
 
 def _plain(
@@ -184,7 +197,9 @@ def not_finite(where: str, done: int) -> ConfigError:
     )
 
 
-def load_with_progress(checkpoint: Checkpoint, run: RunConfig, placement: Placement) -> Weights:
+def load_with_progress(
+    checkpoint: Checkpoint, run: RunConfig, placement: Placement, more: int = 0
+) -> Weights:
     """Load this process's weights, with bytes and rate on standard error."""
     columns = ("loading", BarColumn(), DownloadColumn(), Rate(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True, quiet=not is_first())) as bar:
@@ -194,7 +209,7 @@ def load_with_progress(checkpoint: Checkpoint, run: RunConfig, placement: Placem
             bar.advance(task, size)
             report(None, "loading weights")
 
-        return load_weights(checkpoint, placed, run, placement)
+        return load_weights(checkpoint, placed, run, placement, more)
 
 
 @contextmanager

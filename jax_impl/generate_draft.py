@@ -10,6 +10,7 @@ from jax_impl.acceptance_config import SYNTHETIC_LABEL, Acceptance
 from jax_impl.backend import Backend
 from jax_impl.checkpoint import Checkpoint
 from jax_impl.config import ConfigError, RunConfig
+from jax_impl.draft_memory import draft_token_bytes, draft_weight_bytes
 from jax_impl.draft_weights import open_draft
 from jax_impl.generate import Driven, drive, load_with_progress
 from jax_impl.loader import load_draft
@@ -47,10 +48,12 @@ def speculative(
             f"{len(ids)} prompt tokens and {options.steps} steps: {length} tokens (drafts "
             f"included), but the drafter's limit is {config.max_position_embeddings}; ask for fewer"
         )
+    cached = run.pages * run.page_tokens * draft_token_bytes(config, run.kv_cache_dtype)
+    more = draft_weight_bytes(config, placement.ranks.size) + cached
     engine = SpeculativeEngine(
         checkpoint.config,
         run,
-        load_with_progress(checkpoint, run, placement),
+        load_with_progress(checkpoint, run, placement, more),
         config,
         load_draft(draft_checkpoint, placement=placement),
         method,

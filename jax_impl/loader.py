@@ -47,11 +47,13 @@ def load_weights(
     progress: Progress | None = None,
     run: RunConfig | None = None,
     placement: Placement = ONE_DEVICE,
+    more: int = 0,
 ) -> Weights:
     """All weights of the text model, in the dtypes of the file.
 
     MXFP4 experts stay packed. `progress` is called after every block. With `run` the cache that
-    these settings need counts too when it is checked, before anything is read, whether all fits.
+    these settings need counts too when it is checked, before anything is read, whether all fits,
+    and so do `more` bytes per rank (a drafter's).
 
     Raises:
         DoesNotFitError: weights (and cache) exceed the device's free memory; nothing was read.
@@ -64,7 +66,7 @@ def load_weights(
         # emulated devices of one process share the host's memory
         sharing = len(placement.here) if jax.local_devices()[0].platform == "cpu" else 1
         require_room(
-            checkpoint.config, free // sharing, run, placement.ranks.size, placement.experts
+            checkpoint.config, free // sharing - more, run, placement.ranks.size, placement.experts
         )
     return from_arrays(load_arrays(checkpoint, progress, placement))
 

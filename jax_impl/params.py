@@ -110,7 +110,7 @@ def from_arrays(arrays: dict[tuple[str, str], jax.Array]) -> Weights:
 
 
 def abstract_weights(config: ModelConfig, ranks: int = 1) -> Weights:
-    """Shapes and dtypes of one rank's weights, nothing allocated."""
+    """Shapes and dtypes of one rank's weights, experts cut by width; nothing allocated."""
     return from_arrays(
         {
             (a.kind, a.name): jax.ShapeDtypeStruct(a.shape(config, ranks), a.dtype)

@@ -100,6 +100,8 @@ def require_ranks(
     Raises:
         ConfigError: listing everything that does not divide, with its numbers.
     """
+    if type(ranks) is not int or ranks < 1:
+        raise ConfigError(f"tp {ranks!r}: expected a whole number of ranks, at least 1")
     problems = indivisible(config, weight_table(config), ranks, run.experts)
     if draft is not None:
         problems += [f"drafter: {p}" for p in indivisible(draft, draft_table(draft, ranks), ranks)]

@@ -24,7 +24,7 @@ from jax_impl.draft_config import DraftConfig
 from jax_impl.draft_weights import DraftWeights
 from jax_impl.engine import Engine, EngineError, Sequence, bucket
 from jax_impl.params import Weights
-from jax_impl.sharding import ONE_DEVICE, Placement, make_spread_cache, require_ranks
+from jax_impl.sharding import ONE_DEVICE, Placement, require_ranks
 from jax_impl.speculate import build_speculative_prefill, build_speculative_step
 from jax_impl.static import DraftStatic
 
@@ -88,16 +88,15 @@ class SpeculativeEngine(Engine):
         require_ranks(config, run, placement.ranks.size, draft_config)
         most = draft_config.max_position_embeddings
         if context is None:
-            context = min(run.pages * run.page_tokens, config.max_position_embeddings, most)
+            context = min(run.tokens_in(run.pages), config.max_position_embeddings, most)
         if context > most:
             raise EngineError(f"context {context}: the drafter has positions for {most} tokens")
         super().__init__(
             config, run, weights, backend, chunk=chunk, context=context, placement=placement,
-            check_replicas=check_replicas,
+            check_replicas=check_replicas, draft_config=draft_config,
         )  # fmt: skip
         self.draft = DraftStatic(draft_config, run, placement.ranks)
         self.draft_weights, self.method, self.drafts = draft_weights, method, drafts
-        self.cache = make_spread_cache(config, run, placement, draft_config)
         zeros = lambda shape, dtype, cut: jax.jit(  # noqa: E731
             partial(jnp.zeros, shape, dtype), out_shardings=placement.sharding(cut)
         )()
@@ -149,7 +148,7 @@ class SpeculativeEngine(Engine):
         """Pages for a prompt, and for the block behind it as far as there are."""
         super()._reserve(seq, length)
         ahead = min(length + self.drafts, self.context)
-        self._give(seq, -(-ahead // self.static.run.page_tokens) - len(seq.pages))
+        self._give(seq, self.static.run.pages_for(ahead) - len(seq.pages))
 
     def _look_ahead(self, seqs: list[Sequence]) -> None:
         """Pages for what a step writes, as far as there are: 1 + K rows, then a block behind them.
@@ -160,11 +159,11 @@ class SpeculativeEngine(Engine):
         for rows in (1, 1 + self.drafts, 1 + 2 * self.drafts):
             for seq in seqs:
                 length = min(seq.processed + rows, self.context)
-                self._give(seq, -(-length // self.static.run.page_tokens) - len(seq.pages))
+                self._give(seq, self.static.run.pages_for(length) - len(seq.pages))
 
     def _room(self, seq: Sequence) -> int:
         """Tokens that may still be processed."""
-        held = len(seq.pages) * self.static.run.page_tokens
+        held = self.static.run.tokens_in(len(seq.pages))
         return min(held, self.context) - seq.processed
 
     def _has_room(self, seq: Sequence) -> bool:

@@ -88,7 +88,7 @@ class Driver:
     @property
     def pages(self) -> int:
         """Pages of one sequence."""
-        return -(-self.longest // self.run.page_tokens)
+        return self.run.pages_for(self.longest)
 
     def with_run(self, **changes: object) -> Driver:
         """The same weights under other run settings."""

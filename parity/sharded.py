@@ -63,11 +63,11 @@ class Setting:
 
         dcp = self.tp if self.dcp else 1
         size = max(1, PAGE // dcp)
-        pages = -(-LONGEST // (size * dcp)) * self.batch + 3
-        return RunConfig(
-            compute="float32", profile="V", slots=self.batch + 2, pages=pages, page_size=size,
+        run = RunConfig(
+            compute="float32", profile="V", slots=self.batch + 2, page_size=size,
             experts=self.experts, dcp=dcp, dcp_interleave=self.interleave, **more,
         )  # type: ignore[arg-type]  # fmt: skip
+        return dataclasses.replace(run, pages=run.pages_for(LONGEST) * self.batch + 3)
 
 
 # context parallelism takes both interleaves and experts both cuts, over the matrix as a whole
@@ -285,7 +285,10 @@ def _speculated(
         config, run, weights, draft.config, load_draft(draft, placement=placement), drafts=K,
         chunk=1 + K, placement=placement, check_replicas=True,
     )  # fmt: skip
-    handles = [engine.add(ids[: 6 + i]) for i in range(batch)]
+    # every other sequence draws, hot enough that other noise would give another token
+    handles = [
+        engine.add(ids[: 6 + i], temperature=i % 2 * 4.0, seed=100 + i) for i in range(batch)
+    ]
     for handle in handles:
         engine.prefill(handle)
     for _ in range(STEPS):

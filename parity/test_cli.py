@@ -133,3 +133,25 @@ def test_memory_with_a_drafter_prints_both_forms_of_commit(tmp_path, golden_dir,
     assert found["commit_forms"]["snapshots"]["traffic"] == 298_450_944
     assert "commit by snapshots" in capsys.readouterr().out
     assert k3(*asked, "--draft", tmp_path / "nowhere") == 2
+
+
+def test_check_takes_a_drafter_too(tiny, tmp_path):
+    assert k3("check", tiny / "draft", "--json", tmp_path / "check.json") == 0
+    assert json.loads((tmp_path / "check.json").read_text())["tensors"] > 20
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--tp", "0"), "tp 0: expected a whole number of ranks, at least 1"),
+        (("--tp", "-1"), "tp -1: expected a whole number of ranks, at least 1"),
+        (("--drafts", "3", "--accept", "block"), "--accept block: only with --draft"),
+        (("--accept-length", "3"), "--accept-length 3.0: only with --draft"),
+        (("--tp", "2", "--dcp", "3"), "dcp 3: expected 1 or the number of ranks, 2"),
+        (("--tp", "2", "--dcp", "2", "--profile", "H"), "with profile 'H'"),
+    ],
+)
+def test_generate_refuses_before_it_loads(tiny, options, message, capsys):
+    assert k3("generate", tiny / "target", "--prompt-ids", "5", *options) == 2
+    error = capsys.readouterr().err
+    assert message in error and "loading" not in error

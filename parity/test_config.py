@@ -334,3 +334,18 @@ def test_run_settings_are_reported_at_once():
     with pytest.raises(ConfigError) as error:
         RunConfig(profile="X", slots=0, pages=None, kv_scale=2.0)
     assert str(error.value).count("\n  - ") == 4
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("interleave", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("page_size", [1, 3, 4])
+def test_pages_hold_the_rows_of_the_fullest_rank(ranks, interleave, page_size):
+    """Against counting positions rank by rank; also where a page ends within a turn."""
+    run = RunConfig(page_size=page_size, dcp=ranks, dcp_interleave=interleave)
+    held = [0] * ranks
+    for tokens in range(1, 100):
+        held[(tokens - 1) // interleave % ranks] += 1
+        assert run.pages_for(tokens) == -(-max(held) // page_size)
+    for pages in range(1, 6):
+        most = run.tokens_in(pages)
+        assert run.pages_for(most) <= pages < run.pages_for(most + 1)

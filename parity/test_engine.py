@@ -169,3 +169,16 @@ def test_running_out_of_pages_leaves_the_other_sequences_alone(model):
     e.release(large)
     assert first is not None
     assert set(e.decode([small])) == {small}
+
+
+def test_a_finished_sequence_is_not_prefilled_again(model):
+    e = engine(model)
+    handle = e.add([5, 6, 7], limit=1)
+    e.prefill(handle)
+    before = dict(e.steps)
+    for again in (lambda: e.prefill(handle), lambda: e.decode([handle])):
+        with pytest.raises(EngineError, match=r"is finished \(limit\); extend or release it"):
+            again()
+    assert e.steps == before
+    with pytest.raises(EngineError, match="ids outside"):
+        e.extend(handle, [1.7])

@@ -15,9 +15,11 @@ from jax_impl.backend import AUTO
 from jax_impl.checkpoint import Checkpoint
 from jax_impl.cli import GenerateOptions
 from jax_impl.config import ConfigError, RunConfig
-from jax_impl.draft_weights import load_draft, open_draft
+from jax_impl.draft_weights import open_draft
 from jax_impl.engine import LIMIT, STOP, Engine, EngineError
+from jax_impl.loader import load_draft
 from jax_impl.make_tiny import make_checkpoint
+from jax_impl.sharding import ONE_DEVICE
 from jax_impl.speculative_engine import SpeculativeEngine, build_waiting_prefill, build_waiting_step
 from parity.driver import load
 from parity.speculation import Models
@@ -225,13 +227,13 @@ def test_generation_without_room_ends(models, pair_directory, monkeypatch):
     options = GenerateOptions(
         steps=90, draft=pair_directory / "draft", drafts=K, ignore_eos=True, chunk=CHUNK
     )
-    found = generate_draft.speculative(checkpoint, RUN, AUTO, PROMPTS[0], options)
+    found = generate_draft.speculative(checkpoint, RUN, AUTO, PROMPTS[0], options, ONE_DEVICE)
     assert found["stopped_by"] == f"no room: all {SHORT} tokens of the context are in use"
     assert len(found["output_ids"]) == SHORT + 1 - len(PROMPTS[0])
     limit = open_draft(options.draft).config.max_position_embeddings
     with pytest.raises(ConfigError, match=f"the drafter's limit is {limit}; ask for fewer"):
         generate_draft.speculative(
-            checkpoint, RUN, AUTO, PROMPTS[0], dataclasses.replace(options, steps=limit)
+            checkpoint, RUN, AUTO, PROMPTS[0], dataclasses.replace(options, steps=limit), ONE_DEVICE
         )
 
 
