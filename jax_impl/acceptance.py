@@ -9,10 +9,10 @@ several ranks X is a rank's part of the vocabulary; what has no X is equal on al
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 from jaxtyping import Array, Bool, Float, Int
 
 from jax_impl.acceptance_config import Acceptance
@@ -22,13 +22,14 @@ from jax_impl.sampling import Filters, argmax, first_id, log_probabilities, take
 Noise = Callable[[jax.Array], jax.Array]  # row i32 [B] -> Gumbel noise [B, X] of its next token
 
 
-class Rows(NamedTuple):
+@struct.dataclass
+class Rows:
     """What the rules see: natural logarithms of probabilities."""
 
     target: Float[Array, "B T X"]
     drafts: Int[Array, "B K"]
     draft: Float[Array, "B K X"] | None  # None: one-hot
-    ranks: Ranks = ONE_RANK
+    ranks: Ranks = struct.field(pytree_node=False, default=ONE_RANK)
 
     @property
     def valid(self) -> Bool[Array, "B K"]:

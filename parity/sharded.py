@@ -83,7 +83,7 @@ FULL: dict[str, tuple[Setting, ...]] = {
 }
 RECORDED_TOKENS = (Setting(16, True, 8, True),)
 # every process compiles for itself: with several of them tokens are compared under these only
-SEVERAL_TOKENS = (*RECORDED_TOKENS, Setting(8, False, 1, True, "tp", 4))
+SEVERAL_TOKENS = (Setting(16, False, 1, True), Setting(8, False, 1, True, "tp", 4))
 
 
 def emulate_devices(ranks: int = RANKS) -> None:
