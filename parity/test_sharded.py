@@ -41,7 +41,7 @@ assert not bad
 """
 
 
-SHORT = (Setting(16, True, 8, True), Setting(8, False, 1, False, "ep"))
+SHORT = (Setting(16, True, 1, True), Setting(8, False, 1, False, "ep"))
 
 
 @pytest.mark.parametrize("setting", SHORT, ids=lambda s: s.name)
