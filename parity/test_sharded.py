@@ -50,6 +50,7 @@ def test_logits_tokens_and_replicas(setting):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("subject", FULL)
 @pytest.mark.parametrize("batch", [1, 8])
 def test_whole_matrix(subject, batch):
@@ -85,6 +86,7 @@ def in_four_processes(tmp_path, case, timeout):
     return found["verdicts"]
 
 
+@pytest.mark.timeout(1000)
 def test_four_processes(tmp_path):
     case = f"{PRESET} TP16 dcp x1 batch 8 verify"
     quantities = {v["quantity"] for v in in_four_processes(tmp_path, case, 900)}
@@ -92,6 +94,7 @@ def test_four_processes(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("tp", [8, 16])
 def test_whole_matrix_in_four_processes(tmp_path, tp):
     found = in_four_processes(tmp_path, f"{PRESET} TP{tp}", 3000)
