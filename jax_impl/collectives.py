@@ -61,11 +61,6 @@ def rank_index(ranks: Ranks) -> jax.Array | int:
     return 0 if ranks.axis is None else lax.axis_index(ranks.axis)
 
 
-def varying(x: jax.Array, ranks: Ranks) -> jax.Array:
-    """Equal values, to be told apart from now on: the start of a loop that makes them differ."""
-    return x if ranks.axis is None else lax.pcast(x, ranks.axis, to="varying")
-
-
 def all_reduce(x: jax.Array, ranks: Ranks) -> jax.Array:
     """Sum over the ranks."""
     return x if ranks.axis is None else lax.psum(x, ranks.axis)

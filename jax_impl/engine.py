@@ -116,7 +116,7 @@ class Engine:
             EngineError: `chunk` or `context` out of range.
             ConfigError: the model does not divide by the ranks.
         """
-        require_ranks(config, run, placement.ranks.size)
+        require_ranks(config, run, placement.ranks.size, draft_config)
         most = min(run.tokens_in(run.pages), config.max_position_embeddings)
         self.context = most if context is None else context
         if not 1 <= self.context <= most or chunk < 1:

@@ -24,7 +24,7 @@ from jax_impl.draft_config import DraftConfig
 from jax_impl.draft_weights import DraftWeights
 from jax_impl.engine import Engine, EngineError, Sequence, bucket
 from jax_impl.params import Weights
-from jax_impl.sharding import ONE_DEVICE, Placement, require_ranks
+from jax_impl.sharding import ONE_DEVICE, Placement
 from jax_impl.speculate import build_speculative_prefill, build_speculative_step
 from jax_impl.static import DraftStatic
 
@@ -85,7 +85,6 @@ class SpeculativeEngine(Engine):
         """
         method.require(drafts)
         draft_config.require_target(config)
-        require_ranks(config, run, placement.ranks.size, draft_config)
         most = draft_config.max_position_embeddings
         if context is None:
             context = min(run.tokens_in(run.pages), config.max_position_embeddings, most)
