@@ -24,7 +24,7 @@ TARGETS = {  # cores, compute capability, L2 and memory bytes, name
     "h200": (132, (9, 0), 62914560, 150 << 30, "NVIDIA H200"),
     "gb300": (152, (10, 3), 135528448, 276 << 30, "NVIDIA GB300"),
 }
-MAY_SPILL = {"k3_attn_res"}  # sources are kept in registers; some spill to L1, by design
+MAY_SPILL: set[str] = set()  # kernels that keep more than the registers hold, by design
 
 
 def plugin_folder() -> Path | None:
@@ -99,6 +99,20 @@ def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         out[f"attn_res.rows{m}"] = (
             lambda p, b, c, d, *ws: attn_res.attn_res(p, b, c, d, *ws, eps=1e-5, snapshot=True),
             (row, s(bf16, m, 8, 7168), layer, row, wide, wide, wide),
+        )
+        out[f"attn_res.two_deltas.prefetch.rows{m}"] = (
+            lambda p, b, c, d, e, w, *ws: attn_res.attn_res(
+                p, b, c, d, *ws, eps=1e-5, shared=e, prefetch=[(w, c), (w, 0)]
+            ),
+            (
+                row,
+                s(bf16, m, 8, 7168),
+                layer,
+                row,
+                s(f32, m, 7168),
+                s(bf16, 2, 768, 7168),
+                *3 * [wide],
+            ),
         )
         for ranks in (16, 8):
             width, z, e = 3072 // ranks, 3584, 896
