@@ -162,11 +162,11 @@ def _row_bytes(stack: Any) -> int:
 
 
 def prefetch_operands(prefetch: Sequence[tuple[jax.Array, Any]]) -> list[jax.Array]:
-    """Kernel operands for `prefetch_layers`: the layer numbers, then the stacks [L, rows, ..]."""
-    if not prefetch:
-        return []
-    layers = jnp.stack([jnp.asarray(layer, jnp.int32) for _, layer in prefetch])
-    return [layers, *(stack for stack, _ in prefetch)]
+    """Kernel operands for `prefetch_layers`: for each stack [L, rows, ..] its layer, then itself.
+
+    Stacking the numbers would be another kernel.
+    """
+    return [operand for stack, layer in prefetch for operand in (layer_operand(layer), stack)]
 
 
 def prefetch_layers(
@@ -178,14 +178,11 @@ def prefetch_layers(
     """
     from jax.experimental import pallas as pl
 
-    if not operands:
-        return
-    layers, *stacks = operands
-    for i, stack in enumerate(stacks):
+    for layer, stack in zip(operands[::2], operands[1::2], strict=True):
         rows = min(stack.shape[1], most // _row_bytes(stack))
         most -= rows * _row_bytes(stack)
         if rows:
-            part = stack.at[layers[i]].at[pl.ds(0, rows)]
+            part = stack.at[layer[0]].at[pl.ds(0, rows)]
             prefetch_l2(part, share, shares, interpret)
 
 
