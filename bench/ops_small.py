@@ -63,10 +63,40 @@ def attn_res_case(m: int, count: int, ahead: bool, seed: int) -> Problem:
     )
 
 
+def topk_case(m: int, seed: int) -> Problem:
+    """The router's choice and the units; compared are the weights, in the order of the ids."""
+    from jax_impl.ops.router import choose_experts
+    from pallas_kernels.topk import topk
+
+    e, k, layers, scaling = 896, 16, 12, 2.5
+    key = jax.random.key(seed)
+    logits = jax.random.normal(key, (m, e), jnp.float32)
+    bias = jax.random.normal(jax.random.fold_in(key, 1), (layers, e), jnp.float32) * 0.1
+    # all outputs leave the program, so that nothing of the kernel's work is dead
+    fast = jax.jit(lambda x, b, layer: topk(x, b, layer, k=k, scaling=scaling))
+    standard = jax.jit(lambda x, b: choose_experts(x, b, k, scaling=scaling)[1])
+
+    def exact(layer: int, rows: np.ndarray) -> np.ndarray:
+        score = 1 / (1 + np.exp(-f64(logits)[rows]))
+        order = np.argsort(-(score + f64(bias[layer])), axis=-1, kind="stable")[:, :k]
+        chosen = np.take_along_axis(score, order, axis=-1)
+        return chosen / chosen.sum(-1, keepdims=True) * scaling
+
+    return Problem(
+        lambda layer: fast(logits, bias, layer).weights,
+        4 * (m * e + e + 2 * m * k),
+        layers,
+        exact,
+        lambda layer: standard(logits, bias[layer]),
+        np.arange(m),
+    )
+
+
 def cases() -> dict[str, Callable[[], Problem]]:
     """Every case by name."""
     out: dict[str, Callable[[], Problem]] = {}
     for m in (1, 8, 64):
         for name, ahead in (("two_deltas", False), ("prefetch", True)):
             out[f"attn_res.{name}.rows{m}"] = lambda m=m, a=ahead: attn_res_case(m, 8, a, 19)
+        out[f"topk.rows{m}"] = lambda m=m: topk_case(m, 23)
     return out

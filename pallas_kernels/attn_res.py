@@ -17,6 +17,8 @@ A row belongs to a cluster of CTAs side by side along D, one warpgroup each; a s
 and kept in registers. Their sums meet twice, for the scores and for the norm: every warp writes its
 own into the shared memory of all CTAs (see `cluster_sum.push`).
 
+The weights are [D] each, or with `layer` stacks [L, D] of which that row is meant.
+
 With `prefetch` further clusters ask for layers of weight stacks to be brought towards L2, for
 kernels that come later.
 """
@@ -120,9 +122,12 @@ def reference(
     reset: bool = False,
     snapshot: bool = False,
     shared: jax.Array | None = None,
+    layer: int | jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The same in plain jnp."""
     f32 = jnp.float32
+    if layer is not None:
+        res_norm, res_proj, norm = res_norm[layer], res_proj[layer], norm[layer]
     new = _rounded(delta)
     if shared is not None:
         new = _rounded(new + _rounded(shared))
@@ -154,6 +159,7 @@ def attn_res(
     reset: bool = False,
     snapshot: bool = False,
     shared: jax.Array | None = None,
+    layer: int | jax.Array | None = None,
     prefetch: Sequence[tuple[jax.Array, int | jax.Array]] = (),
     tuning: Tuning | None = None,
     interpret: bool = False,
@@ -187,14 +193,17 @@ def attn_res(
         cut = dict(grid=(clusters,), grid_names=("row",))
         cut |= dict(cluster=(t.parts,), cluster_names=("part",))
     call = common.kernel(
-        _body(n, d, eps, reset, snapshot, shared is not None, t, interpret),
+        _body(n, d, eps, reset, snapshot, shared is not None, layer is not None, t, interpret),
         "k3_attn_res",
         interpret=interpret,
         out_type=[rows, rows],
         scratch_types=scratch,
         **cut,
     )
-    weights = res_norm.reshape(-1), res_proj.reshape(-1), norm.reshape(-1)
+    flat = (-1,) if layer is None else (-1, d)
+    weights = [w.reshape(flat) for w in (res_norm, res_proj, norm)]
+    if layer is not None:
+        weights.append(common.layer_operand(layer))
     deltas = (delta,) if shared is None else (delta, shared)
     held = jax.new_ref(snapshots) if snapshot else snapshots
     operands = prefix, held, common.layer_operand(count), *weights, *deltas
@@ -209,6 +218,7 @@ def _body(
     reset: bool,
     snapshot: bool,
     two: bool,
+    stacked: bool,
     t: Tuning,
     interpret: bool,
 ) -> Any:
@@ -228,7 +238,8 @@ def _body(
             p = (p.astype(f32) + deltas[1][row, mine].astype(bf16).astype(f32)).astype(bf16)
         if not reset:
             p = (prefix[row, mine].astype(f32) + p.astype(f32)).astype(bf16)
-        res_norm, res_proj, norm = (weight[mine].astype(f32) for weight in weights)
+        which = (weights[3][0], mine) if stacked else (mine,)
+        res_norm, res_proj, norm = (weight[which].astype(f32) for weight in weights[:3])
         sources = [*_sources(snapshots.at[row, :, mine], count, t.eager, interpret), p]
         where = part, t.parts, interpret
         _push_scores(sources, res_norm * res_proj, score_parts, *where)
@@ -257,18 +268,17 @@ def _body(
         prefix,  # bf16 [N, D]
         snapshots,  # bf16 [N, J, D]
         count,  # i32 [1]
-        res_norm,  # bf16 [D]
-        res_proj,  # bf16 [D]
-        norm,  # bf16 [D]
-        *others,  # delta [N, D], shared f32 [N, D], operands of the prefetch, x and new bf16 [N, D]
+        *others,  # weights bf16 [D] or [L, D] and layer i32 [1], delta [N, D], shared f32 [N, D],
+        # operands of the prefetch, x and new bf16 [N, D]
         score_parts,  # f32 [warps, 2 (J + 1)]: sums of every warp of the row
         norm_parts,  # f32 [warps, 1]
         totals,  # f32 [2 (J + 1)]
         ready=None,
     ):
         row, part = lax.axis_index("row"), lax.axis_index("part")
-        bank, weights = (prefix, snapshots, count), (res_norm, res_proj, norm)
-        deltas, prefetched, outputs = others[: 1 + two], others[1 + two : -2], others[-2:]
+        bank, weights, outputs = (prefix, snapshots, count), others[: 3 + stacked], others[-2:]
+        others = others[3 + stacked : -2]
+        deltas, prefetched = others[: 1 + two], others[1 + two :]
         scratch = score_parts, norm_parts, totals
         pl.when(row < n)(
             lambda: one_row(row, part, ready, bank, deltas, weights, outputs, *scratch)
@@ -375,8 +385,10 @@ shl.b32 low, $2, 16;
 and.b32 high, $2, 0xFFFF0000;
 fma.rn.f32 squares, low, low, $5;
 fma.rn.f32 products, low, $3, $6;
-fma.rn.f32 $0, high, high, squares;
-fma.rn.f32 $1, high, $4, products;
+fma.rn.f32 squares, high, high, squares;
+fma.rn.f32 products, high, $4, products;
+mov.b32 $0, squares;
+mov.b32 $1, products;
 }
 """
 

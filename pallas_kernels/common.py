@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 MINIMUM_JAX = (0, 11, 2)  # warpgroup lowering by default, written Refs aliased under jit
 KERNELS: tuple[str, ...] = ()  # stages that have a kernel
@@ -222,6 +223,11 @@ setp.eq.u32 one, $0, 0;
 @one cp.async.bulk.prefetch.L2.global [$1+PLACE], PIECE;
 }
 """
+
+
+def literal(value: float) -> str:
+    """An f32 number as PTX writes it."""
+    return f"0f{int(np.float32(value).view(np.uint32)):08X}"
 
 
 def store_partial_sums(value: jax.Array, into: Any, interpret: bool) -> None:

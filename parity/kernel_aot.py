@@ -100,20 +100,7 @@ def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
             lambda p, b, c, d, *ws: attn_res.attn_res(p, b, c, d, *ws, eps=1e-5, snapshot=True),
             (row, s(bf16, m, 8, 7168), layer, row, wide, wide, wide),
         )
-        out[f"attn_res.two_deltas.prefetch.rows{m}"] = (
-            lambda p, b, c, d, e, w, *ws: attn_res.attn_res(
-                p, b, c, d, *ws, eps=1e-5, shared=e, prefetch=[(w, c), (w, 0)]
-            ),
-            (
-                row,
-                s(bf16, m, 8, 7168),
-                layer,
-                row,
-                s(f32, m, 7168),
-                s(bf16, 2, 768, 7168),
-                *3 * [wide],
-            ),
-        )
+        out |= _small_cases(m)
         for ranks in (16, 8):
             width, z, e = 3072 // ranks, 3584, 896
             w13 = s(jnp.uint32, 2, e * width // 32, mxfp4.tile_lines(z), 32)
@@ -123,6 +110,39 @@ def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
                 (s(bf16, m, z), s(i32, m, 16), s(f32, m, 16), w13, w2, layer),
             )
     return out
+
+
+def _small_cases(m: int) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """What stands between a layer's products, for m rows."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels import attn_res, topk
+
+    bf16, f32, i32 = jnp.bfloat16, jnp.float32, jnp.int32
+
+    def s(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    layer, row, later = s(i32), s(bf16, m, 7168), s(bf16, 2, 768, 7168)
+    weights = s(bf16, 2, 7168), s(bf16, 2, 1, 7168), s(bf16, 2, 7168)
+    logits, bias = s(f32, m, 896), s(f32, 2, 896)
+    return {
+        f"attn_res.two_deltas.prefetch.rows{m}": (
+            lambda p, b, c, d, e, i, w, *ws: attn_res.attn_res(
+                p, b, c, d, *ws, eps=1e-5, shared=e, layer=i, prefetch=[(w, i), (w, 0)]
+            ),
+            (row, s(bf16, m, 8, 7168), layer, row, s(f32, m, 7168), layer, later, *weights),
+        ),
+        f"topk.rows{m}": (
+            lambda x, b, i: topk.topk(x, b, i, k=16, scaling=2.5),
+            (logits, bias, layer),
+        ),
+        f"topk.prefetch.rows{m}": (
+            lambda x, b, i, w: topk.topk(x, b, i, k=16, scaling=2.5, prefetch=[(w, i)]),
+            (logits, bias, layer, later),
+        ),
+    }
 
 
 @contextlib.contextmanager

@@ -60,6 +60,19 @@ def test_attn_res(rows, count, kw, two):
 
 
 @needs_interpreter
+def test_weights_of_a_layer():
+    args = operands(np.random.default_rng(2), 2, 1, jnp.bfloat16)
+    stacks = [jnp.stack([w * jnp.nan, w]) for w in args[4:]]
+    call = dict(eps=1e-5, tuning=TUNING, interpret=True)
+    got = attn_res.attn_res(*args[:4], *stacks, layer=jnp.int32(1), **call)
+    for a, b in zip(got, attn_res.attn_res(*args, **call), strict=True):
+        same(a, b, 0.0, "max_abs")
+    for a, b in zip(got, attn_res.reference(*args[:4], *stacks, eps=1e-5, layer=1), strict=True):
+        same(a, b, 1e-3)
+    assert not common.races_found()
+
+
+@needs_interpreter
 def test_prefetching_clusters_change_nothing():
     rng = np.random.default_rng(1)
     args = operands(rng, 2, 1, jnp.bfloat16)
