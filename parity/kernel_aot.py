@@ -65,7 +65,7 @@ def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels import attn_res, experts, latent_up, mxfp4, route, skinny
+    from pallas_kernels import attn_res, experts, kda, latent_up, mxfp4, route, skinny
 
     bf16, f32, i32 = jnp.bfloat16, jnp.float32, jnp.int32
     situ = (4.0, 25.0)
@@ -109,6 +109,18 @@ def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
                 lambda *a, width=width: experts.experts(*a, width=width, betas=situ),
                 (s(bf16, m, z), s(i32, m, 16), s(f32, m, 16), w13, w2, layer),
             )
+    for batch, tokens, commit in ((1, 1, True), (1, 8, False), (64, 1, True), (8, 8, False)):
+        out[f"kda.tp16.batch{batch}.tokens{tokens}"] = (
+            lambda *a, commit=commit: kda.kda(
+                *a[:3], kda.Weights(*a[3:8]), a[8], kda.Rows(*a[9:]),
+                eps=1e-5, lower_bound=-5.0, commit=commit,
+            ),
+            (
+                s(bf16, batch * tokens, 3208), s(f32, 2, batch, 6, 128, 128),
+                s(bf16, 2, batch, 3, 2304), s(bf16, 2, 768, 128), s(f32, 2, 2304, 4),
+                s(f32, 2, 6), s(f32, 2, 768), s(f32, 2, 128), layer, *[s(i32, batch)] * 3,
+            ),
+        )  # fmt: skip
     return out
 
 
