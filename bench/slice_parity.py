@@ -58,7 +58,8 @@ def layer_check(static: Static, backend: Backend, layer: int) -> Any:
 
 def _run(static, backend, layer, weights, cache, inputs, prefix, bank, delta):
     record: dict[str, Any] = {}
-    w, where = layer_weights(static, weights, layer), place(static, layer)
+    w = layer_weights(static, weights, layer, backend.whole_stacks)
+    where = place(static, layer)
     stream = Stream(prefix, bank, delta)
     _, cache, _ = run_layer(static, backend, w, where, stream, cache, inputs, record)
     return record, cache
