@@ -215,9 +215,7 @@ def _build(s: _Sizes, width: int, dtype: Any, interpret: bool) -> Any:
             xs=plgpu.SMEM((width, s.nope), bf16, transforms=common.tiled(bf16, s.nope)),
             ropes=plgpu.SMEM((width, TILE), bf16),
             ys=plgpu.SMEM((width, TILE), dtype),
-            latents=plgpu.SMEM((GROUP, s.latent), bf16),
             tails=plgpu.SMEM((GROUP, TILE), bf16),
-            new_latents=plgpu.SMEM((GROUP, s.latent), stored),
             new_tails=plgpu.SMEM((GROUP, TILE), stored),
             pair=plgpu.Barrier(num_barriers=1, num_arrivals=2),
             one=plgpu.Barrier(num_barriers=1),
@@ -250,9 +248,7 @@ def _body(s: _Sizes, width: int, dtype: Any, even: bool) -> Any:
         xs,  # bf16 [width, nope]
         ropes,  # bf16 [width, 64]
         ys,  # [width, 64]
-        latents,  # bf16 [4, latent]
         tails,  # bf16 [4, 64]
-        new_latents,  # as stored [4, latent]
         new_tails,  # as stored [4, 64]
         pair,
         one,
@@ -296,31 +292,28 @@ def _body(s: _Sizes, width: int, dtype: Any, even: bool) -> Any:
                     plgpu.copy_smem_to_gmem(ys.at[i], target)
             plgpu.wait_smem_to_gmem(0)
 
-        def cache_rows():
+        def cache_rows():  # one warpgroup only: `jnp.sum` has one scratch place
             first = (cta - s.heads * s.tiles) * GROUP
-            some = pl.ds(first, GROUP)
-            source = kv_a.at[some, pl.ds(s.skip, s.latent)]
-            plgpu.copy_gmem_to_smem(source, latents, pair.at[0])
-            source = kv_a.at[some, pl.ds(s.skip + s.latent, TILE)]
-            plgpu.copy_gmem_to_smem(source, tails, pair.at[0])
+            source = kv_a.at[pl.ds(first, GROUP), pl.ds(s.skip + s.latent, TILE)]
+            plgpu.copy_gmem_to_smem(source, tails, one.at[0])
+            row = [jnp.minimum(first + i, s.n - 1) for i in range(min(GROUP, s.n))]
+            latents = [kv_a[r, pl.ds(s.skip, s.latent)].astype(f32) for r in row]
             weight = norm[...].astype(f32)
-            plgpu.barrier_wait(pair.at[0])
-            for i in range(min(GROUP, s.n)):
-                x = latents[i].astype(f32)
-                mean = jnp.sum(x * x) * (1 / s.latent)
-                scale = lax.broadcast_in_dim(lax.rsqrt(mean + s.eps), (s.latent,), ())
-                new_latents[i] = as_stored((weight * (x * scale)).astype(jnp.bfloat16))
+            plgpu.barrier_wait(one.at[0])
             new_tails[...] = as_stored(tails[...])
             plgpu.commit_smem()
-            for i in range(min(GROUP, s.n)):
-                row = first + i
-                where = place[jnp.minimum(row, s.n - 1)]
+            for i, x in enumerate(latents):
+                mean = jnp.sum(x * x) * (1 / s.latent)
+                scale = lax.broadcast_in_dim(lax.rsqrt(mean + s.eps), (s.latent,), ())
+                new = as_stored((weight * (x * scale)).astype(jnp.bfloat16))
+                where = place[row[i]]
 
-                @pl.when((row < s.n) & (where >= 0))
-                def _(i=i, where=where):
-                    target = cache.at[layers[1], where // s.page, lax.rem(where, s.page)]
-                    plgpu.copy_smem_to_gmem(new_latents.at[i], target.at[pl.ds(0, s.latent)])
-                    plgpu.copy_smem_to_gmem(new_tails.at[i], target.at[pl.ds(s.latent, TILE)])
+                @pl.when((first + i < s.n) & (where >= 0))
+                def _(i=i, where=where, new=new):
+                    at = layers[1], where // s.page, lax.rem(where, s.page)
+                    cache[*at, pl.ds(0, s.latent)] = new
+                    tail = cache.at[*at, pl.ds(s.latent, TILE)]
+                    plgpu.copy_smem_to_gmem(new_tails.at[i], tail)
 
             plgpu.wait_smem_to_gmem(0)
 

@@ -155,7 +155,7 @@ class _Sizes:
 def _build(s: _Sizes, t: Tuning, groups: int, out_rows: int, interpret: bool) -> Any:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    bf16, f32 = jnp.bfloat16, jnp.float32
+    bf16 = jnp.bfloat16
     wgs = s.latent // SPAN
     return common.kernel(
         _body(s, t),
@@ -169,7 +169,7 @@ def _build(s: _Sizes, t: Tuning, groups: int, out_rows: int, interpret: bool) ->
         scratch_types=dict(
             ws=plgpu.SMEM((TILE, s.latent), bf16, transforms=common.tiled(bf16, s.latent)),
             xs=plgpu.SMEM((NARROW, s.latent), bf16, transforms=common.tiled(bf16, s.latent)),
-            merged=plgpu.SMEM((NARROW, s.latent), f32),
+            merged=plgpu.SMEM((NARROW, s.latent), bf16),
             gs=plgpu.SMEM((NARROW, TILE), bf16),
             ys=plgpu.SMEM((NARROW, TILE), bf16),
             full=plgpu.Barrier(num_barriers=1, num_arrivals=2),
@@ -193,8 +193,8 @@ def _body(s: _Sizes, t: Tuning) -> Any:
         layer,  # i32 [1]
         y,  # bf16 [N, H V]
         ws,
-        xs,  # bf16 [8, latent], the merged rows as the tensor core reads them
-        merged,  # f32 [8, latent]
+        xs,  # bf16 [8, latent], merged rows as the tensor core reads them
+        merged,  # bf16 [8, latent], the same in plain order
         gs,
         ys,
         full,
@@ -219,10 +219,11 @@ def _body(s: _Sizes, t: Tuning) -> Any:
             live.append(ends[sequence, token] > 0)
             column = token * s.heads + head
             place = sequence, column // s.columns, lax.rem(column, s.columns)
-            merged[i, mine] = _merge(latent, lse, place, active, mine, s, t)
+            mean = _merge(latent, lse, place, active, mine, s, t)
+            merged[i, mine] = mean.astype(jnp.bfloat16)
         plgpu.commit_smem()
         x = plgpu.load(common.tref(merged.at[:, mine]), layout=layout, optimized=False)
-        common.tref(xs.at[:, mine])[...] = x.astype(jnp.bfloat16)
+        common.tref(xs.at[:, mine])[...] = x
         plgpu.commit_smem()
         plgpu.barrier_arrive(done.at[0])
 
