@@ -144,7 +144,7 @@ def reference(
     tuning: Tuning | None = None,
 ) -> Parts:
     """The same in plain jnp, part by part; f32 shares."""
-    (batch, tokens), page = ends.shape, cache.shape[2]
+    batch, tokens = ends.shape
     fp8 = cache.dtype == jnp.float8_e4m3fn
     t = tuning or default_tuning(batch, tokens * heads, fp8)
     factor = 1.0 if kv_scale is None else kv_scale
@@ -189,9 +189,11 @@ def arrange(q: jax.Array, tokens: int, columns: int, stored: Any) -> jax.Array:
     n, heads, row = q.shape
     q = q.reshape(n // tokens, tokens * heads, row)
     q = jnp.pad(q, ((0, 0), (0, -q.shape[1] % columns), (0, 0)))
-    return (q.astype(jnp.float32) * Q_SHIFT).astype(jnp.float16) if (
-        query_dtype(stored) == jnp.float16
-    ) else q
+    return (
+        (q.astype(jnp.float32) * Q_SHIFT).astype(jnp.float16)
+        if (query_dtype(stored) == jnp.float16)
+        else q
+    )
 
 
 def work(ends: jax.Array, splits: int) -> tuple[jax.Array, jax.Array]:

@@ -1,6 +1,7 @@
 """y = x W^T for few rows: BF16 weights streamed once, FP32 accumulation; also several W of one x.
 
-    x [M, K] bf16, M = 1..64;  each w [L, N, K] bf16, the whole stack;  layer: which matrix of it
+    x [M, >= K] bf16, M = 1..64, of which the first K columns are taken;  each w [L, N, K] bf16, the
+    whole stack;  layer: which matrix of it
     y [M, N] f32 (not rounded) or bf16 (one rounding)
 
 With `situ=(beta, linear_beta)` the rows of w are gate rows, then up rows, and y [M, N/2] bf16 is
@@ -143,7 +144,7 @@ def limits(
         common.expect(out, f"w[{i}] rank", p.w.ndim, "3 (layers, rows, columns)", p.w.ndim == 3)
     if out:
         return out
-    m, k = x.shape
+    m, k = x.shape[0], items[0].w.shape[2]
     rows = min(max(m, 1), common.MAX_ROWS)
     t = tuning or default_tuning(rows, [p.rows for p in items], k, common.blackwell())
     wanted = skinny_sm100.TILE if common.blackwell() else TILE
@@ -151,6 +152,7 @@ def limits(
     ok = t.tile == TILE or t.warpgroups == 1
     common.expect(out, "warpgroups", t.warpgroups, "1 with tcgen05", ok)
     common.expect(out, "rows of x", m, f"1..{common.MAX_ROWS}", 1 <= m <= common.MAX_ROWS)
+    common.expect(out, "columns of x", x.shape[1], f"at least {k}", x.shape[1] >= k)
     common.expect(out, "columns", k, "a multiple of 64", k % 64 == 0)
     cut = t.step * t.splits
     common.expect(out, "columns", k, f"a multiple of {cut}", k % cut == 0)
@@ -193,6 +195,7 @@ def reference(
 ) -> list[jax.Array]:
     """The same in plain jnp."""
     out = []
+    x = x[:, : items[0].w.shape[2]]
     if norm is not None:
         f = x.astype(jnp.float32)
         f = f * lax.rsqrt(jnp.mean(f * f, -1, keepdims=True) + norm[1])
@@ -261,13 +264,13 @@ def projections(
         ValueError: `limits` are not met.
     """
     common.require(limits(x, items, norm=norm, tuning=tuning), "skinny")
-    m, k = x.shape
+    m, k = x.shape[0], items[0].w.shape[2]
     width = common.bucket(m)
     t = tuning or default_tuning(m, [p.rows for p in items], k, common.blackwell())
     kinds = tuple(p.kind(t.tile) for p in items)
     ws = [p.w for p in items]
     if interpret:
-        return _interpreted(x, ws, layer, kinds, norm, t)
+        return _interpreted(x[:, :k], ws, layer, kinds, norm, t)
     if m > 8:  # the copy engine takes rows of x by eights; the step's row buckets are such numbers
         x = jnp.pad(x, ((0, -m % 8), (0, 0)))
     shapes = []
@@ -379,8 +382,8 @@ class Cta:
 
     x bf16 [M, K]; layer i32 [1]; norm bf16 [L or 1, K] if there is a norm (eps not None). Scratch:
     ws bf16 [ring, tile, step], xs bf16 [ring, width, step], sums f32 [warpgroups, tile, width],
-    squares f32 [warpgroups, width / 8, 16] with a norm; with tcgen05 acc f32 [128, width] in tensor memory and
-    its barriers read and complete.
+    squares f32 [warpgroups, width / 8, 16] with a norm; with tcgen05 acc f32 [128, width] in tensor
+    memory and its barriers read and complete.
     """
 
     k: int

@@ -20,13 +20,15 @@ from jax_impl.ops.kda import Records
 from jax_impl.params import Layer, Root
 from jax_impl.stages import standard
 from jax_impl.stages.contract import Delta, Routed, whole
+from jax_impl.stages.paged import positions
 from jax_impl.static import Static
 from pallas_kernels import attn_res as attn_res_kernel
 from pallas_kernels import experts as experts_kernel
 from pallas_kernels import kda as kda_kernel
 from pallas_kernels import kda_commit as commit_kernel
-from pallas_kernels import latent_up, skinny, topk
+from pallas_kernels import latent_up, mla_attend, mla_query, mla_value, skinny, topk
 from pallas_kernels import route as route_kernel
+from pallas_kernels.skinny import Projection
 
 BF16 = jnp.bfloat16
 # one trace and one lowering for all layers: the layer's number is an operand
@@ -135,6 +137,7 @@ def kda_commit(
     return commit_kernel.kda_commit(*records, raw, state, window, rows)
 
 
+@_once
 def mla(
     static: Static,
     w: Layer,
@@ -144,8 +147,42 @@ def mla(
     kv_latent: jax.Array,
     kv_scale: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`standard.mla`: projections by kernels, attention still standard."""
-    return standard.mla(static, w.sliced(), layer, x, inputs, kv_latent, kv_scale)
+    """`standard.mla` in five kernels; the latent cache in place."""
+    c, m, eps = static.config, w.stacks, static.run.latent_eps
+    (batch, tokens), heads = inputs.tokens.shape, c.num_attention_heads // static.ranks.size
+    a, gate = skinny.projections(
+        x, [Projection(m.a_proj, BF16), Projection(m.g_proj, BF16)], w.index
+    )
+    (q,) = skinny.projections(
+        a, [Projection(m.q_b_proj, BF16)], w.index, norm=(m.q_a_layernorm, eps)
+    )
+    tuning = mla_attend.default_tuning(batch, tokens * heads, static.run.fp8)
+    place, ends = _places(inputs, kv_latent.shape[2]), _ends(inputs)
+    cache = jax.new_ref(kv_latent)
+    q_rows = mla_query.query(
+        q, a, m.kv_b_proj, w.index, m.kv_a_layernorm[w.index], cache, layer, place, kv_scale,
+        eps=eps, heads=heads, tokens=tokens, columns=tuning.columns,
+    )  # fmt: skip
+    parts = mla_attend.attend(
+        q_rows, cache, layer, inputs.page_table, ends, kv_scale,
+        heads=heads, latent=c.kv_lora_rank, scale=c.qk_head_dim**-0.5, tuning=tuning,
+    )  # fmt: skip
+    found = mla_value.value(parts, ends, gate, m.kv_b_proj, w.index, heads=heads)
+    return found, jax.freeze(cache)
+
+
+def _places(inputs: StepInputs, page_size: int) -> jax.Array:
+    """i32 [N]: cache row of each real token, counted over all pages; -1 where there is none."""
+    where = positions(inputs)
+    index = where // page_size
+    page = jnp.take_along_axis(inputs.page_table, index, axis=1, mode="clip")
+    here = inputs.row_live() & (page >= 0) & (index < inputs.page_table.shape[1])
+    return jnp.where(here, page * page_size + where % page_size, -1).reshape(-1)
+
+
+def _ends(inputs: StepInputs) -> jax.Array:
+    """i32 [B, T]: how many rows of its sequence each token sees; 0 where it is not real."""
+    return jnp.where(inputs.row_live(), positions(inputs) + 1, 0)
 
 
 @_once_per_block
