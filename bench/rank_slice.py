@@ -44,7 +44,7 @@ from jax_impl.config import ConfigError, ModelConfig, RunConfig
 from jax_impl.loader import free_device_bytes
 from jax_impl.memory import require_room
 from jax_impl.params import Weights, abstract_weights
-from jax_impl.sharding import Placement, require_ranks
+from jax_impl.sharding import Placement, bind_spread, require_ranks
 from jax_impl.static import Static
 from jax_impl.tiny_presets import PRESETS, text_config
 
@@ -111,7 +111,7 @@ def prepare(o: SliceOptions) -> Setting:
         require_room(deepest, free, run, o.tp)
     method = Acceptance(rule="synthetic", length=o.length) if o.drafts else Acceptance()
     depths = {n: Static(c, run, placement.ranks) for n, c in by_depth.items()}
-    return Setting(o, config, depths, found, choose_backend(run), method, placement)
+    return Setting(o, config, depths, found, choose_backend(run, deepest, o.tp), method, placement)
 
 
 def say(text: str) -> None:
@@ -244,9 +244,10 @@ def run_rank_slice(o: SliceOptions, argv: list[str] | None = None) -> dict[str, 
     with stage("random weights and cache", took):
         config, run = setting.static.config, setting.static.run
         weights = random_weights(config, setting.placement, o.seed)
+        _require_layout(weights, config, o.tp)
+        weights = bind_spread(weights, config, run, setting.placement)
         cache = slice_model.random_cache(config, run, setting.placement, o.seed)
         jax.block_until_ready((weights, cache))
-    _require_layout(weights, config, o.tp)
     with stage("compilation", took):
         programs = [Programs(setting, case) for case in setting.cases]
         compile_all(setting, programs, weights, cache)

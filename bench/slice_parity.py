@@ -58,7 +58,8 @@ def layer_check(static: Static, backend: Backend, layer: int) -> Any:
 
 def _run(static, backend, layer, weights, cache, inputs, prefix, bank, delta):
     record: dict[str, Any] = {}
-    w, where = layer_weights(static, weights, layer), place(static, layer)
+    w = layer_weights(static, weights, layer, backend.whole_stacks)
+    where = place(static, layer)
     stream = Stream(prefix, bank, delta)
     _, cache, _ = run_layer(static, backend, w, where, stream, cache, inputs, record)
     return record, cache
@@ -77,8 +78,8 @@ def _feed_forward(exact: Static, weights: Weights, layer: int, got: dict[str, An
     twice = jnp.any(jnp.diff(jnp.sort(ids, axis=-1), axis=-1) == 0)
     share = jnp.take_along_axis(scores, ids, axis=-1)
     share = share / jnp.sum(share, -1, keepdims=True) * exact.config.routed_scaling_factor
-    latent, _, _ = AUTO.route(exact, w, y)
-    routed, shared = AUTO.experts(exact, w, y, latent, ids, share)
+    chosen = AUTO.route(exact, w, y)._replace(ids=ids, weights=share)
+    routed, shared = AUTO.experts(exact, w, chosen)
     delta = AUTO.moe_out(exact, w, routed, shared)
     return {
         "router_gap": jnp.where(twice, jnp.inf, jnp.max(jnp.abs(best - mine))),

@@ -158,7 +158,8 @@ def limits(
         ok = t.step == row_norm.STEP
         common.expect(out, "step", t.step, f"{row_norm.STEP} with norm", ok)
         found = norm[0].shape
-        common.expect(out, "shape of the norm's weight", found, (k,), found == (k,))
+        ok = found == (k,) or (norm[0].ndim == 2 and found[1] == k)
+        common.expect(out, "shape of the norm's weight", found, f"({k},) or (layers, {k})", ok)
     common.expect(out, "splits", t.splits, "1, 2, 4 or 8", t.splits in (1, 2, 4, 8))
     common.expect(out, "dtype of x", x.dtype, "bfloat16", x.dtype == jnp.bfloat16)
     for i, p in enumerate(items):
@@ -195,7 +196,7 @@ def reference(
     if norm is not None:
         f = x.astype(jnp.float32)
         f = f * lax.rsqrt(jnp.mean(f * f, -1, keepdims=True) + norm[1])
-        x = lax.reduce_precision(f * norm[0].astype(jnp.float32), 8, 7)
+        x = lax.reduce_precision(f * _one(norm[0], layer).astype(jnp.float32), 8, 7)
     for p in items:
         y = jnp.einsum(
             "mk,nk->mn",
@@ -205,6 +206,11 @@ def reference(
         )
         out.append(_finished(y, p.kind(TILE)))
     return out
+
+
+def _one(norm: jax.Array, layer: int | jax.Array) -> jax.Array:
+    """The layer's row of a norm's weights [L, K]; weights [K] as they are."""
+    return norm[layer] if norm.ndim == 2 else norm
 
 
 def _finished(y: jax.Array, kind: _Kind) -> jax.Array:
@@ -271,7 +277,8 @@ def projections(
     eps = None if norm is None else norm[1]
     call = _build(k, width, kinds, t, shapes, eps, False)
     # without a norm its weight is any array, and not looked at
-    ys = call(x, common.layer_operand(layer), x if norm is None else norm[0], *ws)
+    rows = x if norm is None else norm[0].reshape(-1, k)
+    ys = call(x, common.layer_operand(layer), rows, *ws)
     return [y[:, : kind.columns] for y, kind in zip(ys, kinds, strict=True)]
 
 
@@ -292,7 +299,7 @@ def _interpreted(
     if norm is not None:
         f = x.astype(jnp.float32)
         factor = lax.rsqrt(jnp.mean(f * f, -1, keepdims=True) + norm[1])
-        x = x * norm[0]
+        x = x * _one(norm[0], layer)
     width = common.bucket(m)
     x = jnp.pad(x, ((0, width - m), (0, 0)), constant_values=jnp.nan)
     ws = [jnp.pad(w, ((0, 0), (0, -w.shape[1] % TILE), (0, 0))) for w in ws]
@@ -370,9 +377,9 @@ def _share(kind: _Kind, width: int, t: Tuning, interpret: bool) -> tuple[int, in
 class Cta:
     """One CTA while its kernel is traced: sizes, places, refs.
 
-    x bf16 [M, K]; layer i32 [1]; norm bf16 [K] if there is a norm (eps not None). Scratch: ws bf16
-    [ring, tile, step], xs bf16 [ring, width, step], sums f32 [warpgroups, tile, width], squares f32
-    [warpgroups, width / 8, 16] with a norm; with tcgen05 acc f32 [128, width] in tensor memory and
+    x bf16 [M, K]; layer i32 [1]; norm bf16 [L or 1, K] if there is a norm (eps not None). Scratch:
+    ws bf16 [ring, tile, step], xs bf16 [ring, width, step], sums f32 [warpgroups, tile, width],
+    squares f32 [warpgroups, width / 8, 16] with a norm; with tcgen05 acc f32 [128, width] in tensor memory and
     its barriers read and complete.
     """
 
@@ -443,7 +450,8 @@ class Cta:
         plgpu.barrier_wait(self.full.at[slot])
         if self.eps is None:
             return seen
-        weight = self.norm.at[self.columns(j)]
+        which = self.layer[0] if self.norm.shape[0] > 1 else 0
+        weight = self.norm.at[which, self.columns(j)]
         return row_norm.scale_tile(seen, self.xs.at[slot], weight, self.width)
 
 

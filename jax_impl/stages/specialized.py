@@ -7,6 +7,8 @@ listed at the end.
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
@@ -15,18 +17,21 @@ from jax_impl.collectives import all_gather, all_gather_packed, all_reduce, all_
 from jax_impl.config import ModelConfig, RunConfig
 from jax_impl.numerics import f32
 from jax_impl.ops.kda import Records
-from jax_impl.ops.router import choose_experts
 from jax_impl.params import Layer, Root
 from jax_impl.stages import standard
+from jax_impl.stages.contract import Delta, Routed, whole
 from jax_impl.static import Static
 from pallas_kernels import attn_res as attn_res_kernel
 from pallas_kernels import experts as experts_kernel
 from pallas_kernels import kda as kda_kernel
 from pallas_kernels import kda_commit as commit_kernel
-from pallas_kernels import latent_up, skinny
+from pallas_kernels import latent_up, skinny, topk
 from pallas_kernels import route as route_kernel
 
 BF16 = jnp.bfloat16
+# one trace and one lowering for all layers: the layer's number is an operand
+_once = partial(jax.jit, static_argnums=0)
+_once_per_block = partial(_once, static_argnames="starts_block")
 
 
 def unmet_settings(run: RunConfig) -> list[str]:
@@ -46,25 +51,28 @@ def unmet_shapes(config: ModelConfig, run: RunConfig, ranks: int) -> list[str]:
     return unmet(config, run, ranks)
 
 
+@_once_per_block
 def attn_in(
     static: Static,
     w: Layer,
     prefix: jax.Array,
     snapshots: jax.Array,
     count: int | jax.Array,
-    delta: jax.Array,
+    delta: jax.Array | Delta,
     *,
     starts_block: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`standard.attn_in` in one kernel."""
     n, i = w.stacks, w.index
+    delta, shared = delta if isinstance(delta, Delta) else (delta, None)
     return attn_res_kernel.attn_res(
         prefix, snapshots, count, delta,
-        n.self_attention_res_norm[i], n.self_attention_res_proj[i], n.input_layernorm[i],
-        eps=static.config.rms_norm_eps, snapshot=starts_block,
+        n.self_attention_res_norm, n.self_attention_res_proj, n.input_layernorm,
+        layer=i, eps=static.config.rms_norm_eps, snapshot=starts_block, shared=shared,
     )  # fmt: skip
 
 
+@_once
 def kda(
     static: Static,
     w: Layer,
@@ -82,6 +90,7 @@ def kda(
     return heads, (Records(update, key, g), raw)
 
 
+@_once
 def kda_step(
     static: Static,
     w: Layer,
@@ -139,6 +148,7 @@ def mla(
     return standard.mla(static, w.sliced(), layer, x, inputs, kv_latent, kv_scale)
 
 
+@_once_per_block
 def attn_out(
     static: Static,
     w: Layer,
@@ -155,12 +165,13 @@ def attn_out(
     partial = skinny.skinny(heads, attention.stacks.o_proj, attention.index)
     y, prefix, _ = attn_res_kernel.attn_res(
         prefix, snapshots, count, all_reduce(partial, static.ranks),
-        n.mlp_res_norm[i], n.mlp_res_proj[i], n.post_attention_layernorm[i],
-        eps=static.config.rms_norm_eps, reset=starts_block,
+        n.mlp_res_norm, n.mlp_res_proj, n.post_attention_layernorm,
+        layer=i, eps=static.config.rms_norm_eps, reset=starts_block,
     )  # fmt: skip
     return y, prefix
 
 
+@_once
 def dense(static: Static, w: Layer, y: jax.Array) -> jax.Array:
     """`standard.dense` in two kernels."""
     hidden = skinny.skinny(y, w.stacks.gate_up_proj, w.index, situ=static.betas)
@@ -168,54 +179,60 @@ def dense(static: Static, w: Layer, y: jax.Array) -> jax.Array:
     return static.nx.round(all_reduce(partial, static.ranks))
 
 
-def route(
-    static: Static, w: Layer, y: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """`standard.route`: one kernel for all that reads y."""
+@_once
+def route(static: Static, w: Layer, y: jax.Array) -> Routed:
+    """`standard.route` in two kernels: all that reads y, and the choice with the experts' units."""
     c, m = static.config, w.stacks
     logits, latent, hidden = route_kernel.route(
         y, m.gate, m.routed_expert_down_proj, m.shared_gate_up_proj, w.index, betas=static.betas
     )
     logits, latent = all_gather_packed((logits, latent), static.ranks)
-    ids, weights = choose_experts(
-        logits,
-        m.e_score_correction_bias[w.index],
-        c.num_experts_per_token,
-        c.num_expert_group,
-        c.topk_group,
-        c.routed_scaling_factor,
-    )
-    return latent, ids, weights, hidden
+    ids, weights, units = topk.topk(
+        logits, m.e_score_correction_bias, w.index,
+        k=c.num_experts_per_token, scaling=c.routed_scaling_factor,
+    )  # fmt: skip
+    return Routed(latent, ids, weights, hidden, units)
 
 
-def experts(
-    static: Static,
-    w: Layer,
-    latent: jax.Array,
-    ids: jax.Array,
-    weights: jax.Array,
-    hidden: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """`standard.experts` in kernels."""
+@_once
+def experts(static: Static, w: Layer, routed: Routed) -> tuple[jax.Array, jax.Array]:
+    """`standard.experts` in three kernels."""
     m = w.stacks
     width = static.config.moe_intermediate_size // static.ranks.size
-    routed = experts_kernel.experts(
-        latent, ids, weights, m.w13_tiles, m.w2_tiles, w.index, width=width, betas=static.betas
-    )
-    return routed, skinny.skinny(hidden, m.shared_down_proj, w.index)
+    total = experts_kernel.experts(
+        routed.latent, routed.ids, routed.weights, m.w13_tiles, m.w2_tiles, w.index,
+        width=width, betas=static.betas, units=routed.units,
+    )  # fmt: skip
+    return total, skinny.skinny(routed.hidden, m.shared_down_proj, w.index)
 
 
-def moe_out(static: Static, w: Layer, routed: jax.Array, shared: jax.Array) -> jax.Array:
-    """`standard.moe_out`: norm and up projection in one kernel."""
-    m, nx = w.stacks, static.nx
-    total, shared = (nx.round(x) for x in all_reduce_packed((routed, shared), static.ranks))
+@_once
+def moe_out(static: Static, w: Layer, routed: jax.Array, shared: jax.Array) -> Delta:
+    """`standard.moe_out`: norm and up projection in one kernel; `attn_in` adds the parts."""
+    m = w.stacks
+    total, shared = all_reduce_packed((routed, shared), static.ranks)
     up = latent_up.latent_up(
-        total, m.routed_expert_norm[w.index], m.routed_expert_up_proj, w.index,
+        static.nx.round(total), m.routed_expert_norm, m.routed_expert_up_proj, w.index,
         eps=static.config.rms_norm_eps,
     )  # fmt: skip
-    return nx.round(f32(all_gather(up, static.ranks)) + f32(shared))
+    return Delta(all_gather(up, static.ranks), shared)
 
 
+@_once
+def head_in(
+    static: Static,
+    w: Root,
+    prefix: jax.Array,
+    snapshots: jax.Array,
+    count: int | jax.Array,
+    delta: jax.Array | Delta,
+) -> tuple[jax.Array, jax.Array]:
+    """`standard.head_in`, which is outside the layers."""
+    delta = whole(static.nx, delta)
+    return standard.head_in(static, w, prefix, snapshots, count, delta)
+
+
+@_once
 def logits(static: Static, w: Root, hidden: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`standard.logits`: the product by a kernel."""
     values = f32(skinny.skinny(hidden, w.lm_head[None], 0, out_dtype=BF16))
@@ -224,7 +241,6 @@ def logits(static: Static, w: Root, hidden: jax.Array) -> tuple[jax.Array, jax.A
 
 # standard functions: what they do is outside the layers
 embed = standard.embed
-head_in = standard.head_in
 draft_context = standard.draft_context
 draft_block = standard.draft_block
 draft_markov = standard.draft_markov
