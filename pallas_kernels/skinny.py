@@ -450,6 +450,14 @@ class Cta:
             row = local * kind.per_tile + part * apart
             into = self.ws.at[slot, pl.ds(part * half, half)]
             plgpu.copy_gmem_to_smem(w.at[which, pl.ds(row, half), cols], into, bar)
+        self.fetch(j, slot)
+
+    def fetch(self, j: Any, slot: Any) -> None:
+        """The part of a slot that is x."""
+        from jax.experimental import pallas as pl
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        cols, bar = self.columns(j), self.full.at[slot]
         # a start known at run time only lets the box reach beyond the last row of x
         source = self.x.at[pl.ds(self.tile * 0, self.width), cols]
         plgpu.copy_gmem_to_smem(source, self.xs.at[slot], bar)

@@ -151,8 +151,8 @@ def _small_cases(m: int) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]
         ),
         f"vocab.head.rows{m}": (vocab.vocab, (row, s(bf16, 10240, 7168))),
         f"vocab.markov.rows{m}": (
-            vocab.vocab,
-            (s(bf16, m, 256), s(bf16, 10240, 256), s(f32, m, 10240)),
+            lambda x, w, base, ids: vocab.vocab(x, w, base, ids=ids),
+            (s(bf16, 163840, 256), s(bf16, 10240, 256), s(f32, m, 10240), s(i32, m)),
         ),
         f"topk.prefetch.rows{m}": (
             lambda x, b, i, w: topk.topk(x, b, i, k=16, scaling=2.5, prefetch=[(w, i)]),
