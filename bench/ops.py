@@ -362,9 +362,9 @@ def cases() -> dict[str, Callable[[], Problem]]:
                     out[f"{name}.tp{ranks}.rows{n}"] = lambda n=n, r=ranks, wide=wide: experts_case(
                         n, r, 11, wide=wide
                     )
-    from bench import ops_small
+    from bench import ops_mla, ops_small
 
-    return out | ops_small.cases()
+    return out | ops_small.cases() | ops_mla.cases()
 
 
 class Walk:

@@ -6,7 +6,7 @@
     -> queries [B, C, latent + rope] as `mla_attend` reads them; the cache in place
 
 A query row is round(W_UK^T q_nope), then q_rope as it is; nothing is rotated. With an FP8 cache it
-is f16 and 2^-6 of that (`mla_attend.Q_SHIFT`). A cache row is round(norm * c * rsqrt(mean(c^2) +
+is f16 and 2^-6 of that (`Q_SHIFT`). A cache row is round(norm * c * rsqrt(mean(c^2) +
 eps)), then kv_a's rope columns as they are, each rounded once: bf16, or divided by the scale and
 cut off at 448 for e4m3.
 
@@ -25,7 +25,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import common
-from pallas_kernels.mla_attend import Q_SHIFT, arrange, query_dtype
+from pallas_kernels.mla_attend import arrange, query_dtype
+from pallas_kernels.mla_attend_cta import Q_SHIFT
 
 TILE = 64  # columns of a query row per CTA
 GROUP = 4  # cache rows per CTA: enough numbers of the rope part for every thread
@@ -72,6 +73,7 @@ def limits(
     common.expect(out, "columns of a group", columns, "a multiple of 8", ok)
     for name, x in (("q", q), ("kv_a", kv_a), ("kv_b", kv_b), ("norm", norm)):
         common.expect(out, f"dtype of {name}", x.dtype, "bfloat16", x.dtype == jnp.bfloat16)
+    common.expect(out, "architecture", common.architecture(), "sm_90", not common.blackwell())
     ok = cache.dtype in (jnp.bfloat16, jnp.float8_e4m3fn)
     common.expect(out, "dtype of cache", cache.dtype, "bfloat16 or float8_e4m3fn", ok)
     return out

@@ -54,10 +54,12 @@ def make(
     page: int = PAGE,
     layers: int = 2,
     seed: int = 0,
+    filled: bool = False,
 ) -> Case:
     """Sequences that have `lengths` rows after this step; length 0 is a pad row.
 
-    `counts` real tokens of each (default: all); `sizes` are latent, nope and value width.
+    `counts` real tokens of each (default: all); `sizes` are latent, nope and value width; with
+    `filled` the cache already holds rows of this step.
     """
     latent, nope, value = sizes
     row, batch = latent + 64, len(lengths)
@@ -82,7 +84,7 @@ def make(
     one = jax.jit(lambda: mla_ops.to_cache(normal(0, pages, page, row), jnp.dtype(dtype), factor))()
     written = np.zeros((pages, page), bool)  # rows that hold something before the step
     for i, length in enumerate(lengths):
-        rows = np.arange(max(length - counts[i], 0))
+        rows = np.arange(length if filled else length - counts[i])
         written[np.asarray(table)[i, rows // page], rows % page] = True
     one = jnp.where(jnp.asarray(written)[..., None], one.astype(jnp.bfloat16), jnp.nan)
     cache = jnp.broadcast_to(one.astype(dtype), (layers, pages, page, row))
@@ -148,8 +150,11 @@ def kernels(case: Case, *, interpret: bool = False, tuning: Any = None) -> Any:
     return step
 
 
-def standard(case: Case) -> Any:
-    """The same by the standard path's formulas; q is taken as it is."""
+def standard(case: Case, *, write: bool = True) -> Any:
+    """The same by the standard path's formulas; q is taken as it is.
+
+    With `write` False the rows of this step are in the cache already.
+    """
     nx, latent = Numerics(), case.latent
     batch, page = case.arrays["ends"].shape[0], case.cache.shape[2]
 
@@ -158,7 +163,8 @@ def standard(case: Case) -> Any:
         rows = jnp.concatenate([made, a["kv_a"][:, latent:]], axis=-1)
         at = jnp.where(a["place"] >= 0, a["place"], cache.shape[1] * page)
         stored = mla_ops.to_cache(rows, cache.dtype, a["kv_scale"])
-        cache = cache.at[layer, at // page, at % page].set(stored, mode="drop")
+        if write:
+            cache = cache.at[layer, at // page, at % page].set(stored, mode="drop")
         kv = cache[layer, jnp.maximum(a["table"], 0)].reshape(batch, -1, cache.shape[3])
         key = jnp.arange(kv.shape[1])
         length = jnp.max(a["ends"], axis=1)
