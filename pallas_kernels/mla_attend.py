@@ -36,8 +36,8 @@ class Parts(NamedTuple):
     """Attention over parts of the context.
 
     Attributes:
-        latent: f32 [B, G, S, C, latent], mean of the latents that split S saw; column C of group G
-            is query row G C + C of the sequence. Splits that did not work hold anything.
+        latent: f32 [B, G, S, C, latent], mean of the latents that split S saw; column c of group g
+            is query row g C + c of the sequence. Splits that did not work hold anything.
         lse: f32 [B, G, S, C], natural log of the sum of exp(score); -inf where nothing was seen.
     """
 
