@@ -297,8 +297,9 @@ def _body(s: _Sizes, width: int, dtype: Any, even: bool) -> Any:
             source = kv_a.at[pl.ds(first, GROUP), pl.ds(s.skip + s.latent, TILE)]
             plgpu.copy_gmem_to_smem(source, tails, one.at[0])
             row = [jnp.minimum(first + i, s.n - 1) for i in range(min(GROUP, s.n))]
-            latents = [kv_a[r, pl.ds(s.skip, s.latent)].astype(f32) for r in row]
-            weight = norm[...].astype(f32)
+            # named layouts: inferred ones are searched for over all rows together
+            latents = [laid(kv_a.at[r, pl.ds(s.skip, s.latent)]) for r in row]
+            weight = laid(norm)
             plgpu.barrier_wait(one.at[0])
             new_tails[...] = as_stored(tails[...])
             plgpu.commit_smem()
@@ -316,6 +317,10 @@ def _body(s: _Sizes, width: int, dtype: Any, even: bool) -> Any:
                     plgpu.copy_smem_to_gmem(new_tails.at[i], tail)
 
             plgpu.wait_smem_to_gmem(0)
+
+        def laid(ref: Any) -> jax.Array:
+            layout = plgpu.Layout.WG_STRIDED((s.latent,), vec_size=s.latent // 128)
+            return plgpu.load(ref, layout=layout, optimized=False).astype(f32)
 
         def as_stored(x: jax.Array) -> jax.Array:
             if not s.fp8:

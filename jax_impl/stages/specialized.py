@@ -245,6 +245,8 @@ def route(static: Static, w: Layer, y: jax.Array) -> Routed:
     )  # fmt: skip
     if _copies(static) == 1:
         logits, latent = all_gather_packed((logits, latent), static.ranks)
+    else:
+        logits = all_gather(logits, static.ranks)
     ids, weights, units = topk.topk(
         logits, m.e_score_correction_bias, w.index,
         k=c.num_experts_per_token, scaling=c.routed_scaling_factor,
