@@ -189,9 +189,11 @@ def arrange(q: jax.Array, tokens: int, columns: int, stored: Any) -> jax.Array:
     n, heads, row = q.shape
     q = q.reshape(n // tokens, tokens * heads, row)
     q = jnp.pad(q, ((0, 0), (0, -q.shape[1] % columns), (0, 0)))
-    return (q.astype(jnp.float32) * Q_SHIFT).astype(jnp.float16) if (
-        query_dtype(stored) == jnp.float16
-    ) else q
+    return (
+        (q.astype(jnp.float32) * Q_SHIFT).astype(jnp.float16)
+        if (query_dtype(stored) == jnp.float16)
+        else q
+    )
 
 
 def work(ends: jax.Array, splits: int) -> tuple[jax.Array, jax.Array]:

@@ -140,9 +140,7 @@ def query(
     Raises:
         ValueError: `limits` are not met.
     """
-    reasons = limits(
-        q, kv_a, kv_b, norm, cache, place, heads=heads, tokens=tokens, columns=columns
-    )
+    reasons = limits(q, kv_a, kv_b, norm, cache, place, heads=heads, tokens=tokens, columns=columns)
     common.require(reasons, "mla_query")
     n, latent, row = q.shape[0], norm.shape[0], cache.shape[3]
     width = common.bucket(n)
