@@ -32,6 +32,7 @@ class SliceOptions:
         steps: steps of one sample.
         repeats: samples.
         warmups: rounds before the first sample.
+        dispatched: also time one call per step, which costs as many compilations again.
         seed: of weights, caches and tokens.
         memory_fraction: share of the GPU's memory that JAX takes.
         compile_workers: programs compiled at the same time.
@@ -51,6 +52,7 @@ class SliceOptions:
     steps: int = 20
     repeats: int = 20
     warmups: int = 3
+    dispatched: bool = True
     seed: int = 0
     memory_fraction: float = 0.93
     compile_workers: int = 4
