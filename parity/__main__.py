@@ -41,6 +41,10 @@ class Golden:
 
     dirs: tyro.conf.Positional[tuple[Path, ...]]
     """Folders; their kind is read from golden.json or from the files in them."""
+    ckpt: Path | None = None
+    """Target of a served record that names its checkpoint by a fingerprint only."""
+    draft: Path | None = None
+    """Drafter of such a record."""
     report: Path | None = None
     """Directory for index.html and parity.json."""
     json: str | None = None

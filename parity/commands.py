@@ -30,7 +30,7 @@ def execute(command: Any) -> list[Verdict]:
     if kind == "Run":
         return run(command.suite, command.tp, command.case)
     if kind == "Golden":
-        return golden(command.dirs)
+        return golden(command.dirs, command.ckpt, command.draft)
     return compare(command.ckpt, command.prompt_ids, command.steps)
 
 
@@ -92,8 +92,13 @@ def run(suite: str, tp: int | None = None, case: str | None = None) -> list[Verd
     return found
 
 
-def golden(directories: Iterable[Path]) -> list[Verdict]:
-    """Any recorded folders, judged by their kind."""
+def golden(
+    directories: Iterable[Path], ckpt: Path | None = None, draft: Path | None = None
+) -> list[Verdict]:
+    """Any recorded folders, judged by their kind.
+
+    `ckpt` and `draft` are the checkpoints of served records, see `golden_vllm.check_vllm`.
+    """
     folders: list[Folder] = []
     problems: list[str] = []
     for directory in directories:
@@ -106,9 +111,11 @@ def golden(directories: Iterable[Path]) -> list[Verdict]:
         raise BadInput("\n".join(problems))
     if not folders:
         raise BadInput("golden: no directory given; expected at least one recorded folder")
+    if (ckpt or draft) and not any(folder.kind == "vllm" for folder in folders):
+        raise BadInput("--ckpt, --draft: they belong to records of an engine; none was given")
     found: list[Verdict] = []
     for folder in folders:
-        found += _progress(folder.name, _survived(folder))
+        found += _progress(folder.name, _survived(folder, ckpt, draft))
     return found
 
 
@@ -125,6 +132,13 @@ def _damage(folder: Folder) -> list[str]:
             list(operations(folder.path))
         except FolderError as error:
             found.append(str(error))
+    if folder.kind == "vllm" and not found:
+        from parity.records import read_record
+
+        try:
+            read_record(folder.path)
+        except FolderError as error:
+            found.append(str(error))
     if folder.kind == "model":
         from jax_impl.checkpoint import Checkpoint, CheckpointError
         from jax_impl.config import ConfigError
@@ -136,10 +150,12 @@ def _damage(folder: Folder) -> list[str]:
     return found
 
 
-def _survived(folder: Folder) -> Iterator[Verdict]:
+def _survived(
+    folder: Folder, ckpt: Path | None = None, draft: Path | None = None
+) -> Iterator[Verdict]:
     """`check_folder`, in which an error ends this folder only and is a verdict of its own."""
     try:
-        yield from check_folder(folder)
+        yield from check_folder(folder, ckpt, draft)
     except (KeyError, ValueError, IndexError, TypeError) as error:
         where = Where(folder.kind, folder.name, "-")
         yield not_run(
@@ -151,8 +167,10 @@ def _survived(folder: Folder) -> Iterator[Verdict]:
         )
 
 
-def check_folder(folder: Folder) -> Iterator[Verdict]:
-    """All comparisons for a folder of any kind.
+def check_folder(
+    folder: Folder, ckpt: Path | None = None, draft: Path | None = None
+) -> Iterator[Verdict]:
+    """All comparisons for a folder of any kind; `ckpt` and `draft` as in `golden`.
 
     Raises:
         BadInput: its checkpoint cannot be loaded.
@@ -177,9 +195,14 @@ def check_folder(folder: Folder) -> Iterator[Verdict]:
 
         yield from check_dspark(folder)
     elif folder.kind == "vllm":
+        from jax_impl.checkpoint import CheckpointError
+        from jax_impl.config import ConfigError
         from parity.golden_vllm import check_vllm
 
-        yield from check_vllm(folder)
+        try:
+            yield from check_vllm(folder, checkpoint=ckpt, draft=draft)
+        except (CheckpointError, ConfigError) as error:
+            raise BadInput(str(error)) from None
     else:
         where = Where(folder.kind, folder.name, "-")
         yield not_run(where, "all", f"comparison of kind {folder.kind!r} is not implemented")
