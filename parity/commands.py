@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -13,7 +14,7 @@ from parity.folders import Folder, FolderError, open_folder, operations, tensor_
 from parity.verdict import Verdict, Where, not_run
 
 RECORDED = Path(__file__).parent / "golden"
-SUITES = ("ops", "model", "mutants", "dspark", "accept", "vllm", "sharded")
+SUITES = ("ops", "model", "mutants", "dspark", "accept", "vllm", "vllm_mutants", "sharded")
 
 
 class BadInput(ValueError):
@@ -31,6 +32,8 @@ def execute(command: Any) -> list[Verdict]:
         return run(command.suite, command.tp, command.case)
     if kind == "Golden":
         return golden(command.dirs, command.ckpt, command.draft)
+    if kind == "Serve":
+        return serve(command)
     return compare(command.ckpt, command.prompt_ids, command.steps)
 
 
@@ -67,6 +70,11 @@ def run(suite: str, tp: int | None = None, case: str | None = None) -> list[Verd
             from parity.mutants import check_mutants
 
             found += _progress("mutants", check_mutants(RECORDED))
+            continue
+        if name == "vllm_mutants":
+            from parity.engine_mutants import check_engine_mutants
+
+            found += _progress(name, check_engine_mutants(RECORDED))
             continue
         if name == "accept":
             from parity.accept_suite import check_accept
@@ -219,6 +227,26 @@ def compare(checkpoint: Path, prompt_ids: str | None, steps: int) -> list[Verdic
     try:
         return _progress(checkpoint.name, check_pair(checkpoint, prompt_ids, steps))
     except (CheckpointError, ConfigError, PromptError) as error:
+        raise BadInput(str(error)) from None
+
+
+def serve(command: Any) -> list[Verdict]:
+    """A live server against this code; `command` is `parity.__main__.Serve`."""
+    from jax_impl.checkpoint import CheckpointError
+    from jax_impl.config import ConfigError
+    from parity.openai_client import Server
+    from parity.serve import ServeError, check_server, prepare
+
+    key = os.environ.get(command.key_variable) or None
+    server = Server(command.url, command.model, command.timeout, key)
+    try:
+        asked = prepare(
+            server, ckpt=command.ckpt, draft=command.draft, prompts=command.prompts,
+            tokens=command.tokens, logprobs=command.logprobs, concurrency=command.concurrency,
+            keep=command.record,
+        )  # fmt: skip
+        return _progress(command.model, check_server(asked))
+    except (ServeError, CheckpointError, ConfigError) as error:
         raise BadInput(str(error)) from None
 
 

@@ -17,6 +17,7 @@ from parity.records import Distribution, Record, Text
 from parity.tolerances import tolerance
 from parity.verdict import Verdict, Where, judge
 
+KL_FLOOR = 1e-8  # nats; the rounding of float32 log-probabilities, which records hold
 BINS = (0.5, 1.0, 2.0)  # rows by their smallest router gap, in units of its noise
 
 Truths = dict[tuple[str, str], Truth]
@@ -151,7 +152,7 @@ def distributions(
     yard = float(np.median(pairs))
     groups = by_router_margin(kl, logits, engine, truth, noise)
     found = {
-        "kl_ratio": float(np.median(kl)) / yard,
+        "kl_ratio": float(np.median(kl)) / max(yard, KL_FLOOR),
         "kl_median": float(np.median(kl)),
         "kl_mean": float(kl.mean()),
         "kl_max": float(kl.max()),

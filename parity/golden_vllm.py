@@ -23,9 +23,9 @@ from pathlib import Path
 
 import numpy as np
 
-from jax_impl.step import build_step
+from jax_impl.step import Step, build_step
 from parity import engine_rules as rules
-from parity.driver import Driver, Session, step_inputs
+from parity.driver import Driver, Session
 from parity.engine_steps import (
     check_steps,
     comparable,
@@ -139,18 +139,23 @@ def judge_logits(
     yield from rules.best_tokens(where, record, own, truths)
 
 
-def forced(driver: Driver, record: Record) -> Own:
-    """Logits [T, V] of every text in one step of fixed width, so that all share one program."""
-    step, found, known = build_step(driver.static, rows="all"), {}, {}
+def forced(driver: Driver, record: Record, step: Step | None = None) -> Own:
+    """Logits [T, V] of every text: its prompt in one step, the rest in another.
+
+    All steps have one width, so that all texts share one program; `step` replaces the built one.
+    """
+    step, found = step or build_step(driver.static, rows="all"), {}
+    known: dict[tuple[bytes, int], np.ndarray] = {}
     for text in record.texts:
-        fed = text.fed.tobytes()
-        if fed not in known:
-            session = Session(driver)
+        key = text.fed.tobytes(), len(text.prompt)
+        if key not in known:
+            session = Session(driver, step=step)
             sequence = session.sequence(slot=2)
-            inputs = step_inputs([(sequence, text.fed)], driver.longest, len(sequence.pages))
-            _, out, _ = step(driver.weights, session.cache, inputs)
-            known[fed] = np.asarray(out.logits[0], np.float64)[: len(text.fed)]
-        found[text.key] = known[fed]
+            for ids in (text.prompt, text.ids[:-1]):
+                if len(ids):
+                    session.step([(sequence, ids)], driver.longest)
+            known[key] = sequence.rows()
+        found[text.key] = known[key]
     return found
 
 

@@ -20,7 +20,7 @@ NAME = re.compile(
     r"stage\.[\w.]+))"
 )
 KIND = re.compile(r"[a-z][a-z0-9_]*")
-DTYPES = ("bfloat16", "float16", "float32")
+DTYPES = ("bfloat16", "float16", "float32", "unknown")
 RULES = ("standard", "block", "synthetic", "fly")
 
 Meta = Mapping[str, Any]
@@ -65,7 +65,7 @@ FIELDS = (
     Field("device", _text, "words such as 'one NVIDIA H200'"),
     Field("run", _is(dict), "an object"),
     Field("run.dtype", _one_of(*DTYPES), f"one of {', '.join(DTYPES)}"),
-    Field("run.tensor_parallel", _positive, "a whole number above 0"),
+    Field("run.tensor_parallel", _positive, "a whole number above 0", needed=False),
     Field("run.decode_backend", _text, "'auto' or 'latency_specialized'", needed=False),
     Field(
         "run.logprobs_mode", _one_of("raw_logprobs"),

@@ -127,12 +127,8 @@ def test_counts_that_depend_on_random_numbers_are_not_compared():
     record, text = spoken(COUNTS, IDS)
     assert comparable(record, text) is None
     assert "sampled" in comparable(record, dataclasses.replace(text, greedy=False))
-    for name, value in (
-        ("draft_sample_method", "probabilistic"),
-        ("rejection_sample_method", "synthetic"),
-    ):
-        changed = Record({"speculation": record.meta["speculation"] | {name: value}}, (text,), {})
-        assert comparable(changed, text)
+    forced = record.meta["speculation"] | {"rejection_sample_method": "synthetic"}
+    assert "synthetic" in comparable(Record({"speculation": forced}, (text,), {}), text)
 
 
 def test_noise_of_drafts_ignores_what_moves_a_whole_row():
@@ -245,13 +241,13 @@ def test_a_wrong_count_a_wrong_text_and_a_wrong_distribution_fail(recorded):
     counts[[at, at + 1]] = counts[[at + 1, at]]  # the same sum
     folder.tensors["case0.dspark_accepted_counts"] = counts
     ids = folder.tensors["case1.greedy_ids"].copy()
-    ids[-1] = (ids[-1] + 1) % 128
+    ids[3::4] = (ids[3::4] + 1) % 128  # a single one may be excused by a near-tie
     folder.tensors["case1.greedy_ids"] = ids
     rows = folder.tensors["case1.warm_top_logprobs"]
     folder.tensors["case1.warm_top_logprobs"] = rows * 1.3
     bad = {(v.where.case, v.quantity) for v in judged(folder) if v.status == "failed"}
     assert ("case0 dspark, accepted counts", "drafts of each step") in bad
-    assert ("case1 greedy, teacher-forced", "differing rows") in bad
+    assert ("case1 greedy, teacher-forced", "best token") in bad
     assert ("case1 warm, log-probabilities", "median KL") in bad
     assert not any(case.startswith("case0 greedy") for case, _ in bad)
 

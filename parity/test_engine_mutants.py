@@ -1,0 +1,49 @@
+"""Known mistakes that move the logits enough fail the rules for a recorded engine."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+pytest.importorskip("torch")
+
+from parity.engine_mutants import Trial, control, verdict
+from parity.golden_vllm import models_of
+from parity.mutants import MUTANTS
+from parity.records import read_record
+
+# What moves the float32 logits of the recorded texts by less than the rules are asked to see.
+SMALL = set()
+
+
+@pytest.fixture(scope="module")
+def trial(golden_dir):
+    with models_of(read_record(golden_dir / "vllm033_tiny")) as (target, _):
+        yield Trial(golden_dir, target)
+
+
+@pytest.mark.slow
+def test_the_unchanged_code_passes(trial):
+    found = control(trial)
+    assert found.passed, found.note
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda m: m.name)
+def test_a_mistake_is_rejected_or_small(trial, mutant):
+    found = verdict(trial, mutant)
+    if mutant.name in SMALL:
+        assert found.status == "not recorded" and mutant.check in found.note
+    else:
+        assert found.passed and found.quantity.startswith("rejected by"), found.note
+
+
+@pytest.mark.slow
+def test_a_mistake_that_the_rules_accept_is_a_failure(trial):
+    harmless = dataclasses.replace(MUTANTS[0], name="harmless", patches=())
+    assert verdict(trial, harmless).status == "not recorded"
+    seen = Trial.__new__(Trial)
+    seen.__dict__ |= trial.__dict__ | {"unchanged": {k: v + 1 for k, v in trial.unchanged.items()}}
+    found = verdict(seen, harmless)  # moved by 1, yet what is judged is right
+    assert found.status == "failed" and "ACCEPTED" in found.note
