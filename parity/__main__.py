@@ -46,6 +46,8 @@ class Golden:
     """Target of a served record that names its checkpoint by a fingerprint only."""
     draft: Path | None = None
     """Drafter of such a record."""
+    tp: int = 1
+    """Ranks over which this code runs such a checkpoint, in this process."""
     report: Path | None = None
     """Directory for index.html and parity.json."""
     json: str | None = None
@@ -80,6 +82,8 @@ class Serve:
     """The served checkpoint; default: the directory that the server names, if it is here."""
     draft: Path | None = None
     """The drafter, if the server speculates and tells the accepted counts."""
+    tp: int = 1
+    """Ranks over which this code runs the checkpoint, in this process."""
     prompts: Path | None = None
     """A file with a prompt of token ids per line; default: four random prompts."""
     tokens: int = 48

@@ -31,7 +31,7 @@ def execute(command: Any) -> list[Verdict]:
     if kind == "Run":
         return run(command.suite, command.tp, command.case)
     if kind == "Golden":
-        return golden(command.dirs, command.ckpt, command.draft)
+        return golden(command.dirs, command.ckpt, command.draft, command.tp)
     if kind == "Serve":
         return serve(command)
     return compare(command.ckpt, command.prompt_ids, command.steps)
@@ -101,11 +101,11 @@ def run(suite: str, tp: int | None = None, case: str | None = None) -> list[Verd
 
 
 def golden(
-    directories: Iterable[Path], ckpt: Path | None = None, draft: Path | None = None
+    directories: Iterable[Path], ckpt: Path | None = None, draft: Path | None = None, tp: int = 1
 ) -> list[Verdict]:
     """Any recorded folders, judged by their kind.
 
-    `ckpt` and `draft` are the checkpoints of served records, see `golden_vllm.check_vllm`.
+    `ckpt`, `draft` and `tp` are for served records, see `golden_vllm.check_vllm`.
     """
     folders: list[Folder] = []
     problems: list[str] = []
@@ -119,11 +119,11 @@ def golden(
         raise BadInput("\n".join(problems))
     if not folders:
         raise BadInput("golden: no directory given; expected at least one recorded folder")
-    if (ckpt or draft) and not any(folder.kind == "vllm" for folder in folders):
-        raise BadInput("--ckpt, --draft: they belong to records of an engine; none was given")
+    if (ckpt or draft or tp != 1) and not any(folder.kind == "vllm" for folder in folders):
+        raise BadInput("--ckpt, --draft, --tp: they belong to records of an engine; none was given")
     found: list[Verdict] = []
     for folder in folders:
-        found += _progress(folder.name, _survived(folder, ckpt, draft))
+        found += _progress(folder.name, _survived(folder, ckpt, draft, tp))
     return found
 
 
@@ -159,11 +159,11 @@ def _damage(folder: Folder) -> list[str]:
 
 
 def _survived(
-    folder: Folder, ckpt: Path | None = None, draft: Path | None = None
+    folder: Folder, ckpt: Path | None = None, draft: Path | None = None, tp: int = 1
 ) -> Iterator[Verdict]:
     """`check_folder`, in which an error ends this folder only and is a verdict of its own."""
     try:
-        yield from check_folder(folder, ckpt, draft)
+        yield from check_folder(folder, ckpt, draft, tp)
     except (KeyError, ValueError, IndexError, TypeError) as error:
         where = Where(folder.kind, folder.name, "-")
         yield not_run(
@@ -176,9 +176,9 @@ def _survived(
 
 
 def check_folder(
-    folder: Folder, ckpt: Path | None = None, draft: Path | None = None
+    folder: Folder, ckpt: Path | None = None, draft: Path | None = None, tp: int = 1
 ) -> Iterator[Verdict]:
-    """All comparisons for a folder of any kind; `ckpt` and `draft` as in `golden`.
+    """All comparisons for a folder of any kind; `ckpt`, `draft` and `tp` as in `golden`.
 
     Raises:
         BadInput: its checkpoint cannot be loaded.
@@ -208,7 +208,7 @@ def check_folder(
         from parity.golden_vllm import check_vllm
 
         try:
-            yield from check_vllm(folder, checkpoint=ckpt, draft=draft)
+            yield from check_vllm(folder, checkpoint=ckpt, draft=draft, tp=tp)
         except (CheckpointError, ConfigError) as error:
             raise BadInput(str(error)) from None
     else:
@@ -243,7 +243,7 @@ def serve(command: Any) -> list[Verdict]:
         asked = prepare(
             server, ckpt=command.ckpt, draft=command.draft, prompts=command.prompts,
             tokens=command.tokens, logprobs=command.logprobs, concurrency=command.concurrency,
-            keep=command.record,
+            keep=command.record, tp=command.tp,
         )  # fmt: skip
         return _progress(command.model, check_server(asked))
     except (ServeError, CheckpointError, ConfigError) as error:

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jax_impl.step import Step, build_step
+from jax_impl.step import Step
 from parity import engine_rules as rules
 from parity.driver import Driver, Session
 from parity.engine_steps import (
@@ -53,8 +53,9 @@ def check_vllm(
     runs: tuple[tuple[str, str], ...] = RUNS,
     checkpoint: Path | None = None,
     draft: Path | None = None,
+    tp: int = 1,
 ) -> Iterator[Verdict]:
-    """Compares a folder under the given (dtype, profile) runs.
+    """Compares a folder under the given (dtype, profile) runs, on `tp` ranks.
 
     `checkpoint` and `draft` stand for what the record names by a fingerprint; a checkpoint named
     by preset and seed is made first.
@@ -63,7 +64,7 @@ def check_vllm(
     try:
         record = parse(folder.meta, folder.tensors, str(folder.path))
         with models_of(record, checkpoint, draft) as (target, drafter):
-            yield from check_record(where, record, target, drafter, runs)
+            yield from check_record(where, record, target, drafter, runs, tp)
     except (RecordError, Unavailable) as error:
         yield not_run(where, "all", str(error))
 
@@ -106,19 +107,20 @@ def check_record(
     target: Path,
     draft: Path | None,
     runs: tuple[tuple[str, str], ...] = RUNS,
+    tp: int = 1,
 ) -> Iterator[Verdict]:
-    """All comparisons of a record with this code and, in float32, with `torch_ref`."""
+    """All comparisons of a record: this code on `tp` ranks and, in float32, `torch_ref`."""
     truths = torch_truths(target, list(record.texts), lambda t: t.distribution is not None)
     noise = measure(list({id(t): t for t in truths.values()}.values()))  # equal texts once
     longest = max(len(t.fed) for t in record.texts)
     for side, dtype, profile in [*(("jax", *run) for run in runs), ("torch", "float32", "V")]:
         at = where.at(dtype=dtype, profile=profile, ours=side)
         if side == "jax":
-            own = forced(Driver.open(target, dtype, profile, longest), record)
+            own = forced(Driver.open(target, dtype, profile, longest, tp=tp), record)
         else:
             own = {key: truth.logits for key, truth in truths.items()}
         yield from judge_logits(at, record, own, truths, noise)
-    yield from _accepted(where, record, target, draft, runs, longest)
+    yield from _accepted(where, record, target, draft, runs if tp == 1 else (), longest)
 
 
 def judge_logits(
@@ -144,7 +146,7 @@ def forced(driver: Driver, record: Record, step: Step | None = None) -> Own:
 
     All steps have one width, so that all texts share one program; `step` replaces the built one.
     """
-    step, found = step or build_step(driver.static, rows="all"), {}
+    found: Own = {}
     known: dict[tuple[bytes, int], np.ndarray] = {}
     for text in record.texts:
         key = text.fed.tobytes(), len(text.prompt)
@@ -167,7 +169,10 @@ def _accepted(
     runs: tuple[tuple[str, str], ...],
     longest: int,
 ) -> Iterator[Verdict]:
-    """Accepted counts of the texts that have them."""
+    """Accepted counts of the texts that have them.
+
+    On several ranks `runs` is empty: the drafter of `torch_ref` alone is then compared.
+    """
     texts: list[Text] = []
     for text in record.texts:
         at = where.at(case=f"{text.case} {text.kind}, accepted counts")

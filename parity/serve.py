@@ -48,6 +48,7 @@ class Request:
         logprobs: listed tokens per place.
         concurrency: requests at a time.
         keep: where to leave the record; None: nowhere.
+        tp: ranks of this code.
     """
 
     server: Server
@@ -58,11 +59,12 @@ class Request:
     target: Path
     draft: Path | None
     keep: Path | None
+    tp: int = 1
 
 
 def prepare(
     server: Server, *, ckpt: Path | None, draft: Path | None, prompts: Path | None, tokens: int,
-    logprobs: int, concurrency: int, keep: Path | None,
+    logprobs: int, concurrency: int, keep: Path | None, tp: int = 1,
 ) -> Request:  # fmt: skip
     """Checks everything that can be checked before the first completion.
 
@@ -73,6 +75,7 @@ def prepare(
         f"{name}: found {value}, expected at least 1"
         for name, value in (
             ("--tokens", tokens), ("--logprobs", logprobs), ("--concurrency", concurrency),
+            ("--tp", tp),
         )
         if value < 1
     ]  # fmt: skip
@@ -89,7 +92,7 @@ def prepare(
     vocabulary = _vocabulary(target, named=ckpt is not None)
     longest = card.get("max_model_len")
     given = _prompts(prompts, vocabulary, tokens, longest if isinstance(longest, int) else None)
-    return Request(server, given, tokens, logprobs, concurrency, target, draft, keep)
+    return Request(server, given, tokens, logprobs, concurrency, target, draft, keep, tp)
 
 
 def _card(server: Server) -> dict[str, Any]:
@@ -184,7 +187,7 @@ def check_server(asked: Request) -> Iterator[Verdict]:
     except (RecordError, FileExistsError) as error:
         yield not_run(where, "all", f"the answers make no valid record: {error}")
         return
-    yield from check_record(where, record, asked.target, asked.draft)
+    yield from check_record(where, record, asked.target, asked.draft, tp=asked.tp)
 
 
 def collect(asked: Request, capabilities: Capabilities) -> Answers:

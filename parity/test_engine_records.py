@@ -7,7 +7,12 @@ and sampled texts are there, none of which the recorded engine has.
 from __future__ import annotations
 
 import dataclasses
+import json
+import os
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -268,3 +273,20 @@ def test_a_checkpoint_named_by_its_fingerprint_has_to_be_given(pair, tmp_path):
     ] * 2
     found = judged(folder, checkpoint=pair / "target", draft=pair / "draft")
     assert good(found), problems(found)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_same_over_ranks(recorded, tmp_path):
+    """Two emulated devices, in a process of its own, as this one has started JAX with one."""
+    flags = "--xla_force_host_platform_device_count=2"
+    done = subprocess.run(
+        [sys.executable, "-m", "parity", "golden", str(recorded), "--tp", "2", "--json", "-"],
+        cwd=Path(__file__).parents[1], capture_output=True, text=True,
+        env=os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout)["verdicts"]
+    assert {v["quantity"] for v in found if v["ours"] == "jax"} >= {"median KL", "differing rows"}
+    steps = [v for v in found if v["quantity"] == "drafts of each step"]
+    assert {v["ours"] for v in steps} == {"torch"}

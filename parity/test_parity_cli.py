@@ -40,7 +40,7 @@ def test_help_is_quick_and_imports_neither_jax_nor_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert all(word in done.stdout for word in ("run", "golden", "compare"))
+    assert all(word in done.stdout for word in ("run", "golden", "compare", "serve"))
 
 
 def test_a_good_folder_passes_and_delivers_json_and_report(small, tmp_path, capsys):

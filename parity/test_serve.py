@@ -310,7 +310,8 @@ def test_answers_without_log_probabilities_are_not_passed(engine, pair, monkeypa
     known = tuple(e for e in ALL if e != "return_tokens_as_token_ids")
     judged = []
     monkeypatch.setattr(
-        "parity.golden_vllm.check_record", lambda _, record, *a: judged.append(record) or iter(())
+        "parity.golden_vllm.check_record",
+        lambda _, record, *a, **k: judged.append(record) or iter(()),
     )
     with serving(engine, NAME, pair / "target", Manners(extensions=known)) as url:
         found = list(check_server(prepared(url)))
