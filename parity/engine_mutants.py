@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -20,7 +21,7 @@ from jax_impl.step import Step, step
 from parity.driver import Driver
 from parity.engine_truth import measure, torch_truths
 from parity.golden_vllm import Own, forced, judge_logits, models_of
-from parity.mutants import MUTANTS, Mutant, _backend
+from parity.mutants import MUTANTS, Mutant, _backend, replaced
 from parity.records import Record, read_record
 from parity.report import worst
 from parity.verdict import Verdict, Where, failed, not_recorded
@@ -77,6 +78,29 @@ def _fresh(driver: Driver) -> Step:
     return jax.jit(run, donate_argnums=1)
 
 
+@contextlib.contextmanager
+def everywhere(mutant: Mutant) -> Iterator[None]:
+    """The mistake in the whole model.
+
+    The operation tests call a function where it is defined; the model's stages may hold it under
+    its own name, so it is replaced in every module that does.
+    """
+    if mutant.context is not None:
+        with mutant.applied():
+            yield
+        return
+    with contextlib.ExitStack() as stack:
+        for holder, name, make in mutant.patches:
+            original = getattr(holder, name)
+            holders = [holder]
+            if original.__module__ == holder.__name__:  # otherwise the mistake is of this user only
+                ours = [m for n, m in sys.modules.items() if n.startswith("jax_impl.")]
+                holders = [m for m in ours if getattr(m, name, None) is original]
+            for module in holders:
+                stack.enter_context(replaced(module, name, make))
+        yield
+
+
 def check_engine_mutants(recorded: Path, chosen: tuple[Mutant, ...] = MUTANTS) -> Iterator[Verdict]:
     """A control, then a verdict or a remark per mutant; makes the record's checkpoint."""
     with models_of(read_record(recorded / FOLDER)) as (target, _):
@@ -109,7 +133,7 @@ def verdict(trial: Trial, mutant: Mutant) -> Verdict:
     How far it moves the float32 logits is looked up only where that decides.
     """
     where, blocks = _where(mutant.name), mutant.check == "blocks"
-    with contextlib.nullcontext() if blocks else mutant.applied():
+    with contextlib.nullcontext() if blocks else everywhere(mutant):
         found = trial.judge(where, trial.logits("bfloat16", wrong_blocks=blocks))
         rejecting = [v for v in found if v.status == "failed"]
         wrong = {} if rejecting else trial.logits("float32", wrong_blocks=blocks)

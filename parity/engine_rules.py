@@ -70,7 +70,7 @@ def explained(
         if not deficit <= near.limit * noise.logit:
             ties = np.flatnonzero(ratios[row] <= tie.limit).tolist()
             reason += "".join(_near_tie(wanted, truth, noise, row, place) for place in ties)
-            if not len(ties):
+            if not ties or not np.isfinite(deficit):
                 left.append(deficit)
                 reason += " (UNEXPLAINED)"
         reasons.append(reason)

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from parity.engine_mutants import Trial, control, verdict
+from parity.engine_mutants import Trial, control, everywhere, verdict
 from parity.golden_vllm import models_of
 from parity.mutants import MUTANTS
 from parity.records import read_record
@@ -21,6 +21,19 @@ SMALL = set()
 def trial(golden_dir):
     with models_of(read_record(golden_dir / "vllm033_tiny")) as (target, _):
         yield Trial(golden_dir, target)
+
+
+def test_a_mistake_is_in_every_module_that_holds_the_function():
+    from jax_impl.ops import experts, mxfp4, situ
+
+    by_name = {m.name: m for m in MUTANTS}
+    original = mxfp4.dequantise
+    with everywhere(by_name["nibbles swapped"]):
+        assert mxfp4.dequantise is not original and experts.dequantise is not original
+    assert mxfp4.dequantise is original and experts.dequantise is original
+    plain = situ.situ
+    with everywhere(by_name["w1/w3 swapped"]):  # of the experts only
+        assert situ.situ is plain and experts.situ is not plain
 
 
 @pytest.mark.slow

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -201,6 +202,15 @@ def test_the_recorded_engine_is_a_record(golden_dir):
     assert [t.distribution is not None for t in record.texts] == [True, False, False] * 2
     assert record.texts[0].distribution.logprobs.shape == (57, 2048)
     assert set(record.references) == {(c, r) for c in ("case0", "case2") for r in ("f32", "bf16")}
+
+
+def test_the_example_of_the_page_runs(golden_dir, monkeypatch, capsys):
+    root = golden_dir.parents[1]
+    page = (root / "docs" / "records.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    monkeypatch.chdir(root)
+    exec(compile(code, "docs/records.md", "exec"), {})
+    assert "case2 dspark 96 False" in capsys.readouterr().out
 
 
 FIRST_FORM = {

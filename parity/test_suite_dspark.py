@@ -317,6 +317,11 @@ def test_every_differing_row_needs_a_reason():
         assert "3 (UNEXPLAINED)" in wrong.note and wrong.note.count("UNEXPLAINED") == 1
 
 
+def test_a_near_tie_does_not_excuse_a_nan():
+    found = judged([[np.nan, 5.0, 2.0]], [2], TIE)
+    assert not found.passed and "UNEXPLAINED" in found.note
+
+
 def test_only_exact_arithmetic_is_held_to_nine_of_ten():
     logits = np.tile([0.0, 5.0, 4.9], (10, 1))
     text = Text("case0", "greedy", np.array([5]), np.array([1] * 8 + [2, 2]))
