@@ -78,12 +78,11 @@ def speculative_step(
         ValueError: inputs of another width, or draft logits missing or not expected.
     """
     _check(inputs, method, drafts)
-    found = forward(
-        static, backend, weights, cache, inputs, commit=False, taps=draft.config.target_layer_ids
+    cache, outputs, taps = verify(
+        static, backend, method, weights, cache, inputs, draft.config.target_layer_ids
     )
-    tokens, count, finite = _judge(static, backend, method, weights, inputs, found.hidden)
-    cache = _commit(static, backend, found.cache, found.pending, inputs, count)
-    cache = write_context(draft, backend, draft_weights, cache, inputs, found.taps, count)
+    tokens, count = outputs.tokens, outputs.count
+    cache = write_context(draft, backend, draft_weights, cache, inputs, taps, count)
     last = jnp.take_along_axis(tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)[:, 0]
     anchor = jnp.where(count > 0, last, inputs.tokens[:, 0])
     cache, following = propose(
@@ -91,7 +90,26 @@ def speculative_step(
         inputs.replace(position=inputs.position + count), anchor,
         drafts=drafts, sample=method.drafting == "probabilistic",
     )  # fmt: skip
-    return cache, SpeculativeOutputs(tokens, count, finite), following
+    return cache, outputs, following
+
+
+def verify(
+    static: Static,
+    backend: Backend,
+    method: Acceptance,
+    weights: Weights,
+    cache: Cache,
+    inputs: StepInputs,
+    taps: tuple[int, ...] = (),
+) -> tuple[Cache, SpeculativeOutputs, jax.Array | None]:
+    """The target's part of a step: verify anchor and drafts, accept, commit what was accepted.
+
+    Returns the cache, what was emitted, and the tapped streams [N, G D].
+    """
+    found = forward(static, backend, weights, cache, inputs, commit=False, taps=taps)
+    tokens, count, finite = _judge(static, backend, method, weights, inputs, found.hidden)
+    cache = _commit(static, backend, found.cache, found.pending, inputs, count)
+    return cache, SpeculativeOutputs(tokens, count, finite), found.taps
 
 
 def _check(inputs: StepInputs, method: Acceptance, drafts: int) -> None:
@@ -154,10 +172,10 @@ def _commit(
         raise ValueError(
             f"{len(pending)} layers to commit, expected {len(static.config.kda_layers)}"
         )
-    state, window = cache.kda_state, cache.conv_window
     with jax.named_scope("kda_commit"):
-        for ordinal, kept in enumerate(pending):
-            state, window = backend.kda_commit(static, ordinal, kept, count, inputs, state, window)
+        state, window = backend.kda_commit(
+            static, pending, count, inputs, cache.kda_state, cache.conv_window
+        )
     return cache.replace(kda_state=state, conv_window=window)
 
 

@@ -1,0 +1,31 @@
+"""Option types that several commands share; no heavy imports."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import tyro
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """`1,8,64` as numbers.
+
+    Raises:
+        ValueError: something else.
+    """
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(f"{text!r}: expected whole numbers with commas, such as 1,8,64") from None
+
+
+Numbers = Annotated[
+    tuple[int, ...],
+    tyro.constructors.PrimitiveConstructorSpec(
+        nargs=1,
+        metavar="N,N,...",
+        instance_from_str=lambda args: numbers(args[0]),
+        is_instance=lambda found: isinstance(found, tuple),
+        str_from_instance=lambda found: [",".join(map(str, found))],
+    ),
+]

@@ -1,0 +1,140 @@
+"""Figures, conditions and tables of `rank_slice` from its samples."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from itertools import pairwise
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any
+
+import jax
+
+from bench import slice_model, timing
+from bench.devices import DEVICES
+from bench.floor import Work, layer_bytes, mean_distinct
+from bench.result import figure, is_noisy, median_figure
+from bench.roofline import MOE_PERIOD
+from bench.slice_model import Case
+from jax_impl.memory import MemorySettings
+
+if TYPE_CHECKING:
+    from bench.rank_slice import Setting
+
+EXCLUDED = (
+    "exchanges between ranks (looped back: compute only), prefill, compilation, the drafter; "
+    "embedding and head are in the steps and cancel in the time per layer"
+)
+SPREAD = 0.96  # of the mean under independent random routing: 115 of 119.6 at 8 rows
+
+
+def figures_of(
+    setting: Setting, case: Case, samples: dict[str, list[float]], distinct: list[float]
+) -> dict[str, dict[str, Any]]:
+    """All figures of one case."""
+    name, found = case.name, {}
+    for mode in ("", "_dispatched"):
+        for n in setting.depths:
+            mine = median_figure(samples[f"moe{n}{mode}"], "us")
+            found[f"us_per_step{mode}.moe{n}.{name}"] = mine
+        for shallow, deep in list(pairwise(in_ratio(setting)))[:1]:
+            each = timing.per_layer_us(
+                samples[f"moe{deep}{mode}"], samples[f"moe{shallow}{mode}"], deep - shallow
+            )
+            middle = median(samples[f"moe{deep}{mode}"]) - median(samples[f"moe{shallow}{mode}"])
+            found[f"us_per_layer{mode}.{name}"] = figure(middle / (deep - shallow), "us", each)
+        for whole in (n for n, s in setting.depths.items() if s.config == setting.config):
+            each = [s / 1000 for s in samples[f"moe{whole}{mode}"]]
+            found[f"ms_per_step{mode}.{name}"] = median_figure(each, "ms")
+    found[f"distinct_experts.{name}"] = figure(fmean(distinct), "count", distinct)
+    return found | _floors(setting, case, fmean(distinct), found)
+
+
+def in_ratio(setting: Setting) -> list[int]:
+    """Depths in which KDA and MLA layers with experts stand in the released pattern's ratio."""
+    kinds = {n: slice_model.layer_kinds(s.config) for n, s in setting.depths.items()}
+    return [n for n, k in kinds.items() if k["kda"] == (slice_model.MLA_EVERY - 1) * k["mla"]]
+
+
+def _floors(
+    setting: Setting, case: Case, distinct: float, found: dict[str, Any]
+) -> dict[str, dict[str, Any]]:
+    """Bytes of a mean layer; where the device is known also its floor, and the measured rate."""
+    o, name = setting.options, case.name
+    memory = MemorySettings(ranks=o.tp, kv_dtype=o.kv_dtype)
+    layers = layer_bytes(setting.config, memory, Work(case.batch, case.tokens, o.context, distinct))
+    size = fmean(sum(layers[kind].values()) for kind in MOE_PERIOD)
+    out = {f"bytes_per_layer.{name}": figure(round(size), "bytes")}
+    measured = found.get(f"us_per_layer.{name}", {}).get("value")
+    if measured is not None and measured > 0:
+        out[f"gb_s.{name}"] = figure(size / measured / 1e3, "GB/s")
+    kind = jax.devices()[0].device_kind
+    device = next((d for n, d in DEVICES.items() if n in kind), None)
+    if device is not None:
+        floor = size / device.read_tb_s / 1e6
+        out[f"floor_us_per_layer.{name}"] = figure(floor, "us")
+        if measured is not None and measured > 0:
+            out[f"floor_share.{name}"] = figure(floor / measured, "share")
+    return out
+
+
+def conditions_of(
+    setting: Setting, figures: dict[str, Any], took: dict[str, float]
+) -> dict[str, Any]:
+    """Conditions of the result, but for the machine; `took` is seconds by stage."""
+    o = setting.options
+    stats = jax.devices()[0].memory_stats() or {}
+    spread = {}
+    for case in setting.cases:
+        mean = mean_distinct(setting.config, case.batch * case.tokens)
+        value = figures[f"distinct_experts.{case.name}"]["value"]
+        full = value >= SPREAD * mean
+        word = "full spread" if full else "NOT full spread"
+        spread[case.name] = f"{word}: {value:.1f} distinct experts per layer, {mean:.1f} expected"
+    timed = ("us_per_", "ms_per_")
+    return {
+        "what": "rank slice, compute only",
+        "seed": o.seed,
+        "shapes": {
+            "preset": o.preset, "tp": o.tp, "context": o.context, "kv_dtype": o.kv_dtype,
+            "page_size": o.page_size, "drafts": o.drafts,
+            "layers": {
+                str(n): slice_model.layer_kinds(s.config)
+                for n, s in setting.depths.items()
+            },
+            "cases": {c.name: {"sequences": c.batch, "rows_each": c.tokens} for c in setting.cases},
+        },
+        "acceptance": setting.method.describe(o.drafts) if o.drafts else "none",
+        "backend": o.backend,
+        "excluded": EXCLUDED,
+        "execution": f"{o.steps} steps per sample, {o.repeats} samples in turns over the programs "
+        f"after {o.warmups} rounds of warm-up",
+        "weights": "random, distinct in every layer, larger than the caches",
+        "routing": spread,
+        "memory": {
+            "fraction": o.memory_fraction,
+            "bytes_limit": stats.get("bytes_limit"),
+            "peak_bytes": stats.get("peak_bytes_in_use"),
+        },
+        "options": {k: str(v) if k == "compile_cache" else v for k, v in asdict(o).items()},
+        "seconds": took,
+        "noisy": [
+            name for name, f in figures.items()
+            if name.startswith(timed) and f["samples"] and is_noisy(f["samples"])
+        ],
+    }  # fmt: skip
+
+
+def rows_to_print(result: dict[str, Any]) -> list[tuple[str, str, str, str]]:
+    """(figure, value, spread of the samples, remark) of what was measured."""
+    noisy, found = result["conditions"]["noisy"], []
+    for name, f in result["figures"].items():
+        samples = sorted(f["samples"] or [])
+        apart = f"{samples[0]:,.2f} .. {samples[-1]:,.2f}" if samples else ""
+        remark = "noisy: halves differ by more than 3 %" if name in noisy else ""
+        found.append((name, f"{f['value']:,.2f} {f['unit']}", apart, remark))
+    return found
+
+
+def headline_names(result: dict[str, Any]) -> list[str]:
+    """The figures that the command is about."""
+    return [n for n in result["figures"] if n.startswith(("us_per_layer.", "ms_per_step."))]

@@ -1,0 +1,184 @@
+"""One rank's share of the model on one device: sizes, caches, inputs and the programs to time.
+
+Exchanges are looped back (`jax_impl.collectives`), so the results mean nothing beyond their shapes:
+this is for timing compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from bench.floor import KINDS, kind_of
+from jax_impl.acceptance_config import Acceptance
+from jax_impl.backend import Backend
+from jax_impl.cache import Cache, StepInputs
+from jax_impl.config import ConfigError, ModelConfig, RunConfig
+from jax_impl.model import forward
+from jax_impl.params import Weights
+from jax_impl.sharding import Placement, make_spread_cache
+from jax_impl.speculate import verify
+from jax_impl.static import Static
+from jax_impl.step import build_step, step
+
+MLA_EVERY = 4  # among the layers with experts, in the released pattern
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of step: B sequences of T rows each; `verify` commits what was accepted only."""
+
+    name: str
+    batch: int
+    tokens: int
+
+    @property
+    def verifies(self) -> bool:
+        """Whether the step judges drafts."""
+        return self.tokens > 1
+
+
+def cases(rows: tuple[int, ...], drafts: int) -> list[Case]:
+    """`rowsN` for every number of rows, and `verifyN` of one sequence where there are drafts."""
+    found = [Case(f"rows{n}", n, 1) for n in rows]
+    return [*found, Case(f"verify{drafts + 1}", 1, drafts + 1)] if drafts else found
+
+
+def with_moe_layers(config: ModelConfig, layers: int) -> ModelConfig:
+    """The model cut to its dense layers and the first `layers` with experts, 3 KDA : 1 MLA.
+
+    `layers` equal to the number of all layers means the whole model, unchanged.
+
+    Raises:
+        ConfigError: the ratio of the released pattern is not kept.
+    """
+    if layers == config.num_hidden_layers:
+        return config
+    if layers < MLA_EVERY or layers % MLA_EVERY:
+        raise ConfigError(
+            f"--layers {layers}: expected a multiple of {MLA_EVERY}, the layers with experts in "
+            f"which KDA and MLA stand 3:1, or {config.num_hidden_layers}, the whole model"
+        )
+    whole = config.first_k_dense_replace + layers
+    mla = tuple(i for i in range(whole) if i % MLA_EVERY == MLA_EVERY - 1)
+    return replace(config, num_hidden_layers=whole, mla_layers=mla)
+
+
+def layer_kinds(config: ModelConfig) -> dict[str, int]:
+    """Number of layers by kind; `kda` and `mla` are those with experts."""
+    kinds = [kind_of(config, i) for i in range(config.num_hidden_layers)]
+    return {kind: kinds.count(kind) for kind in KINDS}
+
+
+def random_cache(config: ModelConfig, run: RunConfig, placement: Placement, seed: int) -> Cache:
+    """A cache in which every slot and page holds random finite values."""
+    empty = make_spread_cache(config, run, placement)
+    sizes = {"kda_state": 0.1, "conv_window": 1.0, "kv_latent": 1.0}
+
+    @partial(jax.jit, donate_argnums=0)
+    def fill(old: jax.Array, key: Any, size: float) -> jax.Array:
+        drawn = size * jax.random.truncated_normal(key, -3, 3, old.shape[1:], jnp.float32)
+        return jnp.broadcast_to(drawn, old.shape).astype(old.dtype)
+
+    keys = jax.random.split(jax.random.key(seed + 2), len(sizes))
+    filled = {
+        name: fill(getattr(empty, name), key, size)
+        for (name, size), key in zip(sizes.items(), keys, strict=True)
+    }
+    return replace(empty, **filled)
+
+
+def make_inputs(
+    config: ModelConfig, run: RunConfig, case: Case, context: int, steps: int, seed: int
+) -> tuple[StepInputs, jax.Array]:
+    """Inputs at the end of a context, and random tokens i32 [steps, B, T] of every step.
+
+    The position is the same in every step, which keeps the context what it is said to be; pages are
+    scattered over the cache.
+    """
+    rng = np.random.default_rng(seed + 3)
+    width = run.pages_for(context)
+    pages = rng.permutation(run.pages)[: case.batch * width].reshape(case.batch, width)
+    whole = lambda value, dtype: jnp.full(case.batch, value, dtype)  # noqa: E731
+    tokens = rng.integers(0, config.vocab_size, (steps, case.batch, case.tokens), np.int32)
+    inputs = StepInputs(
+        tokens=jnp.asarray(tokens[0]),
+        count=whole(case.tokens, jnp.int32),
+        position=whole(context - case.tokens, jnp.int32),
+        slot=jnp.arange(case.batch, dtype=jnp.int32),
+        page_table=jnp.asarray(pages, jnp.int32),
+        temperature=whole(0, jnp.float32),
+        seed=whole(seed, jnp.uint32),
+    )
+    return inputs, jnp.asarray(tokens)
+
+
+One = Callable[[Weights, Cache, StepInputs], tuple[Cache, Any]]
+
+
+def one_step(static: Static, backend: Backend, case: Case, method: Acceptance) -> One:
+    """The step of a case: (weights, cache, inputs) -> (cache, outputs with `finite`)."""
+
+    def run(weights: Weights, cache: Cache, inputs: StepInputs) -> tuple[Cache, Any]:
+        if case.verifies:
+            cache, outputs, _ = verify(static, backend, method, weights, cache, inputs)
+            return cache, outputs
+        cache, outputs, _ = step(static, backend, "last", weights, cache, inputs)
+        return cache, outputs
+
+    return run
+
+
+def dispatched_step(static: Static, backend: Backend, case: Case, method: Acceptance) -> Any:
+    """The jitted step as the engine calls it; a verification without its drafter. Donates cache."""
+    if case.verifies:
+        return jax.jit(one_step(static, backend, case, method), donate_argnums=1)
+    return build_step(static, backend, "last")
+
+
+def captured_loop(one: One) -> Any:
+    """Jitted: (weights, cache, inputs, tokens [steps, B, T]) -> (cache, finite, last tokens).
+
+    All steps are one program, so that nothing waits for the host. The barrier makes the weights
+    depend on the turn: nothing computed from them alone can be taken out of the loop.
+    """
+
+    def run(weights: Weights, cache: Cache, inputs: StepInputs, tokens: jax.Array):
+        def body(index, carry):
+            cache, finite, _ = carry
+            held, cache = lax.optimization_barrier((weights, cache))
+            cache, outputs = one(held, cache, replace(inputs, tokens=tokens[index]))
+            return cache, finite & jnp.all(outputs.finite), _emitted(outputs)
+
+        start = (cache, jnp.bool_(True), jnp.zeros(tokens.shape[1:], jnp.int32))
+        return lax.fori_loop(0, tokens.shape[0], body, start)
+
+    return jax.jit(run, donate_argnums=1)
+
+
+def _emitted(outputs: Any) -> jax.Array:
+    """Tokens i32 [B, T] of either kind of outputs."""
+    return outputs.tokens if hasattr(outputs, "tokens") else outputs.token[:, None]
+
+
+def chosen_experts(static: Static, backend: Backend, case: Case) -> Any:
+    """Jitted: (weights, cache, inputs) -> ids i32 [layers with experts, N, k] of one step."""
+
+    def run(weights: Weights, cache: Cache, inputs: StepInputs) -> jax.Array:
+        record: dict[str, Any] = {}
+        forward(static, backend, weights, cache, inputs, record, commit=not case.verifies)
+        return jnp.stack([v for name, v in record.items() if name.endswith(".ids")])
+
+    return jax.jit(run)
+
+
+def distinct_counts(ids: np.ndarray) -> list[int]:
+    """Distinct experts of every layer, from ids [layers, N, k]."""
+    return [len(np.unique(layer)) for layer in np.asarray(ids)]

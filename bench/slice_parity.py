@@ -1,0 +1,148 @@
+"""Layers of the measured program against the standard path in float32, at the same weights.
+
+One KDA and one MLA layer with experts, on random streams that both sides get bit by bit, so that
+errors do not chain. The reference rounds nowhere and multiplies at full precision. Its feed-forward
+part starts from the measured side's own y and expert ids, for a near-tie of the router is no error;
+that the chosen experts are the best ones is checked by score. Expert weights are the reference's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from bench.slice_model import Case
+from jax_impl.backend import AUTO, Backend
+from jax_impl.cache import Cache, StepInputs
+from jax_impl.collectives import all_gather
+from jax_impl.model import Stream, layer_weights, place, run_layer
+from jax_impl.params import Moe, Weights
+from jax_impl.static import Static
+from parity.tolerances import TOLERANCES
+
+FP8_NEIGHBOUR = 0.13  # neighbouring e4m3 numbers differ by at most an eighth of the larger one
+FP8_SMALLEST = 2.0**-9
+
+
+def checked_layers(static: Static) -> dict[str, int]:
+    """First layer with experts of each attention kind."""
+    c = static.config
+    moe = [i for i in range(c.num_hidden_layers) if not c.is_dense(i)]
+    first = {"kda": [i for i in moe if not c.is_mla(i)], "mla": [i for i in moe if c.is_mla(i)]}
+    return {kind: layers[0] for kind, layers in first.items() if layers}
+
+
+def layer_check(static: Static, backend: Backend, layer: int) -> Any:
+    """Jitted: (weights, cache, inputs, prefix, bank, delta) -> distances by quantity, f32 scalars.
+
+    prefix, delta [N, D] and bank [N, J, D] in bf16.
+    """
+    exact = replace(static, run=replace(static.run, compute="float32", decode_backend="auto"))
+
+    def run(
+        weights: Weights, cache: Cache, inputs: StepInputs, *stream: jax.Array
+    ) -> dict[str, jax.Array]:
+        got, after = _run(static, backend, layer, weights, cache, inputs, *stream)
+        wide = replace(cache, conv_window=cache.conv_window.astype(jnp.float32))
+        raised = [x.astype(jnp.float32) for x in stream]
+        want, wanted = _run(exact, AUTO, layer, weights, wide, inputs, *raised)
+        found = {name: _rel_l2(got[name], want[name]) for name in ("heads", "prefix", "y")}
+        found |= _feed_forward(exact, weights, layer, got)
+        return found | _caches(static, layer, inputs, after, wanted)
+
+    return jax.jit(run)
+
+
+def _run(static, backend, layer, weights, cache, inputs, prefix, bank, delta):
+    record: dict[str, Any] = {}
+    w = layer_weights(static, weights, layer, backend.whole_stacks)
+    where = place(static, layer)
+    stream = Stream(prefix, bank, delta)
+    _, cache, _ = run_layer(static, backend, w, where, stream, cache, inputs, record)
+    return record, cache
+
+
+def _feed_forward(exact: Static, weights: Weights, layer: int, got: dict[str, Any]):
+    """Distance of `delta`, and how far the chosen experts are from the best by score."""
+    w, nx = layer_weights(exact, weights, layer).mlp, exact.nx
+    assert isinstance(w, Moe)  # `checked_layers` takes no other
+    y, ids = got["y"].astype(jnp.float32), got["ids"]
+    scores = jax.nn.sigmoid(all_gather(nx.project(y, w.gate), exact.ranks))
+    biased = scores + w.e_score_correction_bias
+    best = jax.lax.top_k(biased, ids.shape[-1])[0]
+    # both sorted: where the sets are equal but for ties, so are the values
+    mine = jnp.sort(jnp.take_along_axis(biased, ids, axis=-1), axis=-1)[:, ::-1]
+    twice = jnp.any(jnp.diff(jnp.sort(ids, axis=-1), axis=-1) == 0)
+    share = jnp.take_along_axis(scores, ids, axis=-1)
+    share = share / jnp.sum(share, -1, keepdims=True) * exact.config.routed_scaling_factor
+    latent, _, _, hidden = AUTO.route(exact, w, y)
+    routed, shared = AUTO.experts(exact, w, latent, ids, share, hidden)
+    delta = AUTO.moe_out(exact, w, routed, shared)
+    return {
+        "router_gap": jnp.where(twice, jnp.inf, jnp.max(jnp.abs(best - mine))),
+        "delta": _rel_l2(got["delta"], delta),
+    }
+
+
+def _caches(static: Static, layer: int, inputs: StepInputs, got: Cache, want: Cache):
+    ordinal = static.config.attn_ordinal(layer)
+    if not static.config.is_mla(layer):
+        return {
+            name: _rel_l2(
+                getattr(got, name)[ordinal][inputs.slot], getattr(want, name)[ordinal][inputs.slot]
+            )
+            for name in ("kda_state", "conv_window")
+        }
+    a, b = (x.kv_latent[ordinal][inputs.page_table].astype(jnp.float32) for x in (got, want))
+    if not static.run.fp8:
+        return {"kv_latent": _rel_l2(a, b)}
+    allowed = FP8_NEIGHBOUR * jnp.maximum(jnp.abs(a), jnp.abs(b)) + FP8_SMALLEST
+    return {"kv_beyond_neighbour": jnp.sum(~(jnp.abs(a - b) <= allowed)).astype(jnp.float32)}
+
+
+def _rel_l2(got: jax.Array, want: jax.Array) -> jax.Array:
+    a, b = got.astype(jnp.float32), want.astype(jnp.float32)
+    return jnp.sqrt(jnp.sum((a - b) ** 2) / jnp.sum(b**2))
+
+
+def limits(static: Static) -> dict[str, float]:
+    """Largest distance by quantity, from the parity suite's table."""
+    limit = lambda name: TOLERANCES[name, static.run.compute].limit  # noqa: E731
+    found = dict.fromkeys(("heads", "prefix", "y", "delta"), limit("sublayer"))
+    found |= dict.fromkeys(("kda_state", "conv_window", "kv_latent"), limit("sublayer_cache"))
+    gap = TOLERANCES["router_ids", "any"].limit
+    return found | {"router_gap": gap, "kv_beyond_neighbour": 0.0}
+
+
+def random_stream(static: Static, case: Case, seed: int) -> tuple[jax.Array, ...]:
+    """Prefix, bank and delta of a check, in the compute dtype."""
+    c, rows = static.config, case.batch * case.tokens
+    keys = jax.random.split(jax.random.key(seed + 4), 3)
+    shapes = ((rows, c.hidden_size), (rows, c.num_snapshots, c.hidden_size), (rows, c.hidden_size))
+    return tuple(
+        jax.random.normal(k, s, jnp.float32).astype(static.nx.dtype)
+        for k, s in zip(keys, shapes, strict=True)
+    )
+
+
+def verdict(static: Static, found: dict[str, dict[str, float]]) -> dict[str, Any]:
+    """The `parity` of a result from distances by case and layer; NaN never passes."""
+    allowed = limits(static)
+    comparisons = [
+        {"what": f"{where}.{name}", "found": value, "limit": allowed[name],
+         "passed": value <= allowed[name]}
+        for where, distances in found.items()
+        for name, value in distances.items()
+    ]  # fmt: skip
+    passed = bool(comparisons) and all(c["passed"] for c in comparisons)
+    for one in comparisons:  # NaN and infinity are no JSON numbers
+        one["found"] = one["found"] if jnp.isfinite(one["found"]) else str(one["found"])
+    return {
+        "verdict": "passed" if passed else "failed",
+        "against": "standard path in float32 at the highest precision, one KDA and one MLA layer "
+        "with experts on equal inputs",
+        "comparisons": comparisons,
+    }

@@ -1,0 +1,94 @@
+"""The form of results: what is refused, what is noisy, what is printed as a headline."""
+
+import json
+import math
+
+import pytest
+
+from bench import result as results
+from bench.result import CONDITIONS, ResultError, figure, headline, is_noisy, problems, read, write
+
+
+def made(**changed):
+    return {
+        "schema": "k3-bench-1",
+        "command": "python -m bench rank-slice",
+        "conditions": dict.fromkeys(CONDITIONS, "none") | {"noisy": []},
+        "figures": {"us_per_layer.rows1": figure(55.5, "us", [55.0, 55.5, 56.0])},
+        "parity": {"verdict": "passed"},
+    } | changed
+
+
+def test_a_result_is_written_whole_and_read_back(tmp_path):
+    target = tmp_path / "deep" / "result.json"
+    write(str(target), made())
+    assert read(target) == made()
+    assert [p.name for p in target.parent.iterdir()] == ["result.json"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"schema": "other"}, "schema: found 'other'"),
+        ({"command": 3}, "command"),
+        ({"conditions": {"device": "x"}}, "driver, versions"),
+        ({"figures": {"a": {"value": 1, "unit": "us"}}}, "expected value, unit and samples"),
+        ({"figures": {"a": figure(math.nan, "us")}}, "expected a finite number"),
+        ({"figures": {"a": figure(1.0, "parsec")}}, "unit: found 'parsec'"),
+        ({"figures": {"a": figure(1.0, "us", [math.inf])}}, "samples"),
+        ({"figures": {"a": {"value": True, "unit": "us", "samples": None}}}, "finite number"),
+        ({"parity": {"verdict": "fine"}}, "parity: expected"),
+        ({"parity": {"verdict": "none"}}, "needs `why`"),
+        ({"more": 1}, "keys: found"),
+    ],
+)
+def test_another_form_is_refused_and_not_written(tmp_path, changed, message):
+    bad = made(**changed)
+    assert any(message in p for p in problems(bad))
+    with pytest.raises(ResultError, match="not a k3-bench-1 result"):
+        write(str(tmp_path / "r.json"), bad)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_all_problems_are_listed_at_once():
+    assert len(problems(made(schema="x", command=1, parity={}))) == 3
+
+
+def test_unreadable_files_are_one_clear_error(tmp_path):
+    broken = tmp_path / "broken.json"
+    broken.write_text("{")
+    for path in (broken, tmp_path / "absent.json"):
+        with pytest.raises(ResultError, match="not readable as a result"):
+            read(path)
+
+
+def test_noise_is_a_difference_of_halves():
+    assert not is_noisy([100.0, 101.0, 102.0, 103.0])
+    assert is_noisy([100.0, 100.0, 104.0, 104.0])
+    assert is_noisy([100.0, 101.0, 104.0])  # of three the range counts
+    assert not is_noisy([100.0, 101.0, 102.0])
+    assert is_noisy([100.0])  # nothing can be said
+
+
+def test_no_headline_without_parity():
+    assert "us_per_layer.rows1  55.5 us" in headline(made(), ["us_per_layer.rows1"])[0]
+    for verdict in ("failed", "none"):
+        lines = headline(made(parity={"verdict": verdict, "why": "x"}), ["us_per_layer.rows1"])
+        assert len(lines) == 1
+        assert "55.5" not in lines[0]
+
+
+def test_a_noisy_headline_says_so():
+    noisy = made(conditions=made()["conditions"] | {"noisy": ["us_per_layer.rows1"]})
+    assert "NOISY" in headline(noisy, ["us_per_layer.rows1"])[0]
+
+
+def test_committed_results_that_claim_the_schema_have_it():
+    folder = results.Path(results.__file__).parent / "results"
+    for path in folder.glob("rank_slice*.json"):
+        read(path)
+
+
+def test_figures_survive_json():
+    text = json.dumps(figure(1 / 3, "us", [1 / 3]))
+    assert json.loads(text) == {"value": 0.333333, "unit": "us", "samples": [0.333333]}
