@@ -224,6 +224,7 @@ def judged(folder, **more):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_record_with_everything_passes(recorded):
     found = judged(open_folder(recorded))
     assert good(found), problems(found)
@@ -239,6 +240,7 @@ def test_a_record_with_everything_passes(recorded):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_wrong_count_a_wrong_text_and_a_wrong_distribution_fail(recorded):
     folder = open_folder(recorded)
     counts = folder.tensors["case0.dspark_accepted_counts"].copy()
@@ -258,6 +260,7 @@ def test_a_wrong_count_a_wrong_text_and_a_wrong_distribution_fail(recorded):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_a_checkpoint_named_by_its_fingerprint_has_to_be_given(pair, tmp_path):
     named = {"fingerprint": fingerprint(pair / "target")}
     folder = make_record(pair, tmp_path / "hashed", checkpoint=named)
@@ -276,7 +279,7 @@ def test_a_checkpoint_named_by_its_fingerprint_has_to_be_given(pair, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1200)
+@pytest.mark.timeout(1800)
 def test_the_same_over_ranks(recorded, tmp_path):
     """Two emulated devices, in a process of its own, as this one has started JAX with one."""
     flags = "--xla_force_host_platform_device_count=2"
