@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.ops import Problem, bf16_round, f64, normal
+from bench.ops import Problem, bf16_round, f64, normal, stack_depth
 
 
 def attn_res_case(m: int, count: int, ahead: bool, seed: int) -> Problem:
@@ -92,11 +92,50 @@ def topk_case(m: int, seed: int) -> Problem:
     )
 
 
+def vocab_case(m: int, k: int, markov: bool, seed: int) -> Problem:
+    """This rank's logits at TP16 with max and argmax; `markov`: base logits, rows by number."""
+    from jax_impl.numerics import Numerics
+    from pallas_kernels.vocab import vocab
+
+    nx, n = Numerics(), 10240
+    layers = stack_depth(2 * n * k)
+    key = jax.random.key(seed)
+    table = normal(key, (163840 if markov else m, k))
+    ids = (jnp.arange(m, dtype=jnp.int32) * 7919 + 5) % table.shape[0]
+    ws = [normal(jax.random.fold_in(key, i), (n, k), k**-0.5) for i in range(layers)]
+    base = jax.random.normal(jax.random.fold_in(key, 99), (m, n), jnp.float32)
+
+    def kernel(table: jax.Array, w: jax.Array, base: jax.Array, ids: jax.Array) -> Any:
+        return vocab(table, w, base, ids=ids) if markov else vocab(table, w)
+
+    def plain(table: jax.Array, w: jax.Array, base: jax.Array, ids: jax.Array) -> jax.Array:
+        return base + nx.project(table[ids], w) if markov else nx.linear(table, w)
+
+    # ids and maxima leave the program too, so that their reduction is part of it
+    fast, standard = jax.jit(kernel), jax.jit(plain)
+
+    def exact(layer: int, rows: np.ndarray) -> np.ndarray:
+        x = f64(table[ids] if markov else table)[rows]
+        y = x @ f64(ws[layer]).T
+        return y + f64(base)[rows] if markov else y
+
+    return Problem(
+        lambda layer: fast(table, ws[int(layer)], base, ids)[0],
+        2 * n * k + 2 * m * k + 4 * m * n * (1 + markov),
+        layers,
+        exact,
+        lambda layer: standard(table, ws[layer], base, ids),
+        np.arange(m),
+    )
+
+
 def cases() -> dict[str, Callable[[], Problem]]:
     """Every case by name."""
     out: dict[str, Callable[[], Problem]] = {}
     for m in (1, 8, 64):
         for name, ahead in (("two_deltas", False), ("prefetch", True)):
             out[f"attn_res.{name}.rows{m}"] = lambda m=m, a=ahead: attn_res_case(m, 8, a, 19)
+        out[f"vocab.head.tp16.rows{m}"] = lambda m=m: vocab_case(m, 7168, False, 29)
+        out[f"vocab.markov.tp16.rows{m}"] = lambda m=m: vocab_case(m, 256, True, 31)
         out[f"topk.rows{m}"] = lambda m=m: topk_case(m, 23)
     return out

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from jax_impl.backend import Backend
 from jax_impl.cache import Cache, StepInputs
-from jax_impl.params import Dense, Kda, Layer, LayerNorms, Mla, Moe, Weights
+from jax_impl.params import Dense, Kda, Layer, LayerWeights, Moe, Weights
+from jax_impl.stages.contract import Delta, whole
 from jax_impl.static import Static
 
 Record = dict[str, Any]  # stage outputs by name, filled while tracing
@@ -20,7 +21,7 @@ class Stream(NamedTuple):
 
     prefix: jax.Array  # compute dtype [N, D], running sum of the block
     snapshots: jax.Array  # compute dtype [N, J, D]; rows not yet taken hold nothing meaningful
-    delta: jax.Array  # compute dtype [N, D], feed-forward output not yet added to the prefix
+    delta: jax.Array | Delta  # compute dtype [N, D], feed-forward output not yet in the prefix
     entered: jax.Array | None = None  # [N, D], output of the layer before: prefix + delta
 
 
@@ -31,14 +32,6 @@ class Forward(NamedTuple):
     cache: Cache
     pending: list[Any]  # without commit: what `kda_commit` needs, per KDA layer
     taps: jax.Array | None  # compute dtype [N, G D], the tapped streams side by side
-
-
-class LayerWeights(NamedTuple):
-    """One layer's weights: slices of the stacks, or the stacks and a place (`Layer`)."""
-
-    norms: LayerNorms | Layer
-    attention: Kda | Mla | Layer
-    mlp: Dense | Moe | Layer
 
 
 class Place(NamedTuple):
@@ -92,7 +85,7 @@ def run_layer(
     was and what `kda_commit` needs is returned (None in MLA layers and with `commit`).
     """
     x, prefix, snapshots = backend.attn_in(
-        static, w.norms, stream.prefix, stream.snapshots, where.snapshots, stream.delta,
+        static, w, stream.prefix, stream.snapshots, where.snapshots, stream.delta,
         starts_block=where.starts_block,
     )  # fmt: skip
     pending = None
@@ -111,27 +104,27 @@ def run_layer(
             static, w.attention, where.attention, x, inputs, cache.kda_state, cache.conv_window
         )
     y, after = backend.attn_out(
-        static, w.norms, w.attention, heads, prefix, snapshots,
+        static, w, heads, prefix, snapshots,
         where.snapshots + where.starts_block, starts_block=where.starts_block,
     )  # fmt: skip
     delta, chosen = feed_forward(static, backend, w.mlp, y)
     if record is not None:
         record |= {"x": x, "prefix_in": prefix, "heads": heads, "y": y, "prefix": after}
-        record |= {"delta": delta} | chosen
+        record |= {"delta": whole(static.nx, delta)} | chosen
     return Stream(after, snapshots, delta, prefix), cache, pending
 
 
 def feed_forward(
     static: Static, backend: Backend, w: Dense | Moe | Layer, y: jax.Array
-) -> tuple[jax.Array, Record]:
+) -> tuple[jax.Array | Delta, Record]:
     """Dense part or mixture of experts: y [N, D] -> delta [N, D], and what the stages returned."""
     if _is(w, Dense):
         return backend.dense(static, w, y), {}
-    latent, ids, share, hidden = backend.route(static, w, y)
-    routed, shared = backend.experts(static, w, latent, ids, share, hidden)
+    chosen = backend.route(static, w, y)
+    routed, shared = backend.experts(static, w, chosen)
     delta = backend.moe_out(static, w, routed, shared)
-    outputs = {"latent": latent, "ids": ids, "weights": share, "routed": routed, "shared": shared}
-    return delta, outputs
+    outputs = {"latent": chosen.latent, "ids": chosen.ids, "weights": chosen.weights}
+    return delta, outputs | {"routed": routed, "shared": shared}
 
 
 def forward(

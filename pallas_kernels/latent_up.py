@@ -1,6 +1,7 @@
 """Latent norm and up projection of the routed experts: y = W rmsnorm(x).
 
-    x bf16 [N, Z], the complete latent sum, rounded once; norm bf16 [Z]; w bf16 [L, D/R, Z]
+    x bf16 [N, Z], the complete latent sum, rounded once; norm bf16 [Z] or [L, Z]
+    w bf16 [L, D/R, Z]
     y bf16 [N, D/R]
 
 Rounding: x * norm once to bf16, everything else in f32 (the row's scale is applied to the sums, see
@@ -38,15 +39,16 @@ def latent_up(
     layer: int | jax.Array = 0,
     *,
     eps: float,
+    copies: int = 1,
     tuning: Tuning | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """This rank's rows of the up projection, [N, D/R] bf16.
+    """This rank's rows of the up projection, [N, D/R] bf16, or `copies` of them side by side.
 
     Raises:
         ValueError: `limits` are not met.
     """
-    items = [Projection(w, jnp.bfloat16)]
+    items = [Projection(w, jnp.bfloat16, copies=copies)]
     return skinny.projections(
         x, items, layer, norm=(norm, eps), tuning=tuning, interpret=interpret
     )[0]

@@ -1,6 +1,7 @@
 """y = x W^T for few rows: BF16 weights streamed once, FP32 accumulation; also several W of one x.
 
-    x [M, K] bf16, M = 1..64;  each w [L, N, K] bf16, the whole stack;  layer: which matrix of it
+    x [M, >= K] bf16, M = 1..64, of which the first K columns are taken;  each w [L, N, K] bf16, the
+    whole stack;  layer: which matrix of it
     y [M, N] f32 (not rounded) or bf16 (one rounding)
 
 With `situ=(beta, linear_beta)` the rows of w are gate rows, then up rows, and y [M, N/2] bf16 is
@@ -43,11 +44,14 @@ class Projection:
         w: bf16 [L, N, K].
         out_dtype: of y; bfloat16 with `situ`.
         situ: (beta, linear_beta), or None for the plain product.
+        copies: how often y's columns stand side by side in the result: a gather of ranks that is
+            looped back on one device writes what the ranks' peers would write.
     """
 
     w: jax.Array
     out_dtype: Any = jnp.float32
     situ: tuple[float, float] | None = None
+    copies: int = 1
 
     @property
     def rows(self) -> int:
@@ -63,7 +67,7 @@ class Projection:
         """The same without arrays, for tiles of that many rows."""
         out = jnp.bfloat16 if self.situ is not None else self.out_dtype
         tiles = -(-self.rows // tile)
-        return _Kind(self.rows, self.columns, tile, tiles, jnp.dtype(out), self.situ)
+        return _Kind(self.rows, self.columns, tile, tiles, jnp.dtype(out), self.situ, self.copies)
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,7 @@ class _Kind:
     tiles: int
     dtype: Any
     situ: tuple[float, float] | None
+    copies: int = 1
 
     @property
     def per_tile(self) -> int:
@@ -100,7 +105,9 @@ class Tuning:
     tile: int = TILE
 
 
-def default_tuning(m: int, rows: Sequence[int], k: int, blackwell: bool = False) -> Tuning:
+def default_tuning(
+    m: int, rows: Sequence[int], k: int, blackwell: bool = False, norm: bool = False
+) -> Tuning:
     """What measured best on an H200 for matrices of so many rows; a guess on Blackwell.
 
     About 100 CTAs, so K is split where there are few tiles; with more splits than that the
@@ -115,7 +122,11 @@ def default_tuning(m: int, rows: Sequence[int], k: int, blackwell: bool = False)
     most = 100 if width <= 16 else 104
     while splits < MAX_SPLITS and tiles * splits * 2 <= most and steps % (splits * 2) == 0:
         splits *= 2
-    if blackwell or width > 16 or (splits > 1 and steps // splits <= 8):
+    if blackwell or width > 16:
+        warpgroups = 1
+    elif norm:  # a step with its scaling takes long, so few in a row
+        warpgroups = min(4, steps // splits)
+    elif splits > 1 and steps // splits <= 8:
         warpgroups = 1
     else:
         warpgroups = 4 if splits == 1 and tiles <= 104 else 2
@@ -143,14 +154,16 @@ def limits(
         common.expect(out, f"w[{i}] rank", p.w.ndim, "3 (layers, rows, columns)", p.w.ndim == 3)
     if out:
         return out
-    m, k = x.shape
+    m, k = x.shape[0], items[0].w.shape[2]
     rows = min(max(m, 1), common.MAX_ROWS)
-    t = tuning or default_tuning(rows, [p.rows for p in items], k, common.blackwell())
+    sizes = [p.rows for p in items]
+    t = tuning or default_tuning(rows, sizes, k, common.blackwell(), norm is not None)
     wanted = skinny_sm100.TILE if common.blackwell() else TILE
     common.expect(out, "tile", t.tile, f"{wanted} on {common.architecture()}", t.tile == wanted)
     ok = t.tile == TILE or t.warpgroups == 1
     common.expect(out, "warpgroups", t.warpgroups, "1 with tcgen05", ok)
     common.expect(out, "rows of x", m, f"1..{common.MAX_ROWS}", 1 <= m <= common.MAX_ROWS)
+    common.expect(out, "columns of x", x.shape[1], f"at least {k}", x.shape[1] >= k)
     common.expect(out, "columns", k, "a multiple of 64", k % 64 == 0)
     cut = t.step * t.splits
     common.expect(out, "columns", k, f"a multiple of {cut}", k % cut == 0)
@@ -158,7 +171,8 @@ def limits(
         ok = t.step == row_norm.STEP
         common.expect(out, "step", t.step, f"{row_norm.STEP} with norm", ok)
         found = norm[0].shape
-        common.expect(out, "shape of the norm's weight", found, (k,), found == (k,))
+        ok = found == (k,) or (norm[0].ndim == 2 and found[1] == k)
+        common.expect(out, "shape of the norm's weight", found, f"({k},) or (layers, {k})", ok)
     common.expect(out, "splits", t.splits, "1, 2, 4 or 8", t.splits in (1, 2, 4, 8))
     common.expect(out, "dtype of x", x.dtype, "bfloat16", x.dtype == jnp.bfloat16)
     for i, p in enumerate(items):
@@ -167,6 +181,9 @@ def limits(
         common.expect(out, f"dtype of {name}", p.w.dtype, "bfloat16", p.w.dtype == jnp.bfloat16)
         unit = 8 if p.situ is None else t.tile
         common.expect(out, f"rows of {name}", n, f"a multiple of {unit} (pad them)", n % unit == 0)
+        share = _share(p.kind(t.tile), common.bucket(rows), t, False)[1]
+        ok = p.copies == 1 or p.columns % share == 0
+        common.expect(out, "columns of y with copies", p.columns, f"a multiple of {share}", ok)
         allowed = (jnp.float32, jnp.bfloat16)
         dtype = p.kind(t.tile).dtype
         common.expect(out, "out_dtype", dtype, "float32 or bfloat16", dtype in allowed)
@@ -192,10 +209,11 @@ def reference(
 ) -> list[jax.Array]:
     """The same in plain jnp."""
     out = []
+    x = x[:, : items[0].w.shape[2]]
     if norm is not None:
         f = x.astype(jnp.float32)
         f = f * lax.rsqrt(jnp.mean(f * f, -1, keepdims=True) + norm[1])
-        x = lax.reduce_precision(f * norm[0].astype(jnp.float32), 8, 7)
+        x = lax.reduce_precision(f * _one(norm[0], layer).astype(jnp.float32), 8, 7)
     for p in items:
         y = jnp.einsum(
             "mk,nk->mn",
@@ -203,8 +221,13 @@ def reference(
             p.w[layer].astype(jnp.float32),
             precision=lax.Precision.HIGHEST,
         )
-        out.append(_finished(y, p.kind(TILE)))
+        out.append(jnp.tile(_finished(y, p.kind(TILE)), (1, p.copies)))
     return out
+
+
+def _one(norm: jax.Array, layer: int | jax.Array) -> jax.Array:
+    """The layer's row of a norm's weights [L, K]; weights [K] as they are."""
+    return norm[layer] if norm.ndim == 2 else norm
 
 
 def _finished(y: jax.Array, kind: _Kind) -> jax.Array:
@@ -255,24 +278,26 @@ def projections(
         ValueError: `limits` are not met.
     """
     common.require(limits(x, items, norm=norm, tuning=tuning), "skinny")
-    m, k = x.shape
+    m, k = x.shape[0], items[0].w.shape[2]
     width = common.bucket(m)
-    t = tuning or default_tuning(m, [p.rows for p in items], k, common.blackwell())
+    sizes = [p.rows for p in items]
+    t = tuning or default_tuning(m, sizes, k, common.blackwell(), norm is not None)
     kinds = tuple(p.kind(t.tile) for p in items)
     ws = [p.w for p in items]
     if interpret:
-        return _interpreted(x, ws, layer, kinds, norm, t)
+        return _interpreted(x[:, :k], ws, layer, kinds, norm, t)
     if m > 8:  # the copy engine takes rows of x by eights; the step's row buckets are such numbers
         x = jnp.pad(x, ((0, -m % 8), (0, 0)))
     shapes = []
     for kind in kinds:  # rows of y start at multiples of 16 bytes
-        columns = common.round_up(kind.columns, 16 // kind.dtype.itemsize)
+        columns = common.round_up(kind.columns * kind.copies, 16 // kind.dtype.itemsize)
         shapes.append(jax.ShapeDtypeStruct((m, columns), kind.dtype))
     eps = None if norm is None else norm[1]
     call = _build(k, width, kinds, t, shapes, eps, False)
     # without a norm its weight is any array, and not looked at
-    ys = call(x, common.layer_operand(layer), x if norm is None else norm[0], *ws)
-    return [y[:, : kind.columns] for y, kind in zip(ys, kinds, strict=True)]
+    rows = x if norm is None else norm[0].reshape(-1, k)
+    ys = call(x, common.layer_operand(layer), rows, *ws)
+    return [y[:, : kind.columns * kind.copies] for y, kind in zip(ys, kinds, strict=True)]
 
 
 def _interpreted(
@@ -292,7 +317,7 @@ def _interpreted(
     if norm is not None:
         f = x.astype(jnp.float32)
         factor = lax.rsqrt(jnp.mean(f * f, -1, keepdims=True) + norm[1])
-        x = x * norm[0]
+        x = x * _one(norm[0], layer)
     width = common.bucket(m)
     x = jnp.pad(x, ((0, width - m), (0, 0)), constant_values=jnp.nan)
     ws = [jnp.pad(w, ((0, 0), (0, -w.shape[1] % TILE), (0, 0))) for w in ws]
@@ -307,7 +332,8 @@ def _interpreted(
         y = jnp.sum(y, 0)
         if kind.situ is not None:  # columns are those of the tiles: 32 gate rows, their 32 up rows
             y = y.reshape(width, -1, 2, TILE // 2).swapaxes(1, 2).reshape(width, -1)
-        out.append(_finished(y[:m, : kind.rows] * factor, kind))
+        finished = _finished(y[:m, : kind.rows] * factor, kind)
+        out.append(jnp.tile(finished, (1, kind.copies)))
     return out
 
 
@@ -367,13 +393,13 @@ def _share(kind: _Kind, width: int, t: Tuning, interpret: bool) -> tuple[int, in
 
 
 @dataclass(frozen=True)
-class _Cta:
+class Cta:
     """One CTA while its kernel is traced: sizes, places, refs.
 
-    x bf16 [M, K]; layer i32 [1]; norm bf16 [K] if there is a norm (eps not None). Scratch: ws bf16
-    [ring, tile, step], xs bf16 [ring, width, step], sums f32 [warpgroups, tile, width], squares f32
-    [warpgroups, width / 8, 16] with a norm; with tcgen05 acc f32 [128, width] in tensor memory and
-    its barriers read and complete.
+    x bf16 [M, K]; layer i32 [1]; norm bf16 [L or 1, K] if there is a norm (eps not None). Scratch:
+    ws bf16 [ring, tile, step], xs bf16 [ring, width, step], sums f32 [warpgroups, tile, width],
+    squares f32 [warpgroups, width / 8, 16] with a norm; with tcgen05 acc f32 [128, width] in tensor
+    memory and its barriers read and complete.
     """
 
     k: int
@@ -424,6 +450,14 @@ class _Cta:
             row = local * kind.per_tile + part * apart
             into = self.ws.at[slot, pl.ds(part * half, half)]
             plgpu.copy_gmem_to_smem(w.at[which, pl.ds(row, half), cols], into, bar)
+        self.fetch(j, slot)
+
+    def fetch(self, j: Any, slot: Any) -> None:
+        """The part of a slot that is x."""
+        from jax.experimental import pallas as pl
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        cols, bar = self.columns(j), self.full.at[slot]
         # a start known at run time only lets the box reach beyond the last row of x
         source = self.x.at[pl.ds(self.tile * 0, self.width), cols]
         plgpu.copy_gmem_to_smem(source, self.xs.at[slot], bar)
@@ -435,11 +469,12 @@ class _Cta:
         plgpu.barrier_wait(self.full.at[slot])
         if self.eps is None:
             return seen
-        weight = self.norm.at[self.columns(j)]
+        which = self.layer[0] if self.norm.shape[0] > 1 else 0
+        weight = self.norm.at[which, self.columns(j)]
         return row_norm.scale_tile(seen, self.xs.at[slot], weight, self.width)
 
 
-def _multiply(c: _Cta, w: Any, kind: _Kind, first: int) -> None:
+def multiply(c: Cta, w: Any, kind: _Kind, first: int) -> None:
     """This warpgroup's part of the product of a tile of w, into its place in `sums`."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -477,7 +512,7 @@ def _multiply(c: _Cta, w: Any, kind: _Kind, first: int) -> None:
         row_norm.store_squares(result[1], c.squares.at[c.wg], c.width)
 
 
-def _store(c: _Cta, y: Any, kind: _Kind, first: int, staged: Any) -> None:
+def _store(c: Cta, y: Any, kind: _Kind, first: int, staged: Any) -> None:
     """Finish this CTA's columns of a tile and write them to y."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -491,7 +526,16 @@ def _store(c: _Cta, y: Any, kind: _Kind, first: int, staged: Any) -> None:
         target, start = y, (c.tile - first) * kind.per_tile + c.split * columns
     plgpu.commit_smem()
     rows = pl.ds(c.tile * 0, c.width)
-    plgpu.copy_smem_to_gmem(staged, target.at[rows, pl.ds(start, columns)])
+    if kind.copies == 1 or c.interpret:
+        plgpu.copy_smem_to_gmem(staged, target.at[rows, pl.ds(start, columns)])
+    else:
+
+        @pl.when(start < kind.columns)  # what lies beyond would be the next copy's
+        def _() -> None:
+            for i in range(kind.copies):
+                place = pl.ds(start + i * kind.columns, columns)
+                plgpu.copy_smem_to_gmem(staged, target.at[rows, place])
+
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -531,10 +575,10 @@ def _body(
         tile, split, wg = (lax.axis_index(name) for name in ("tile", "split", "wg"))
         places = tile, split, wg
         scratch = ws, xs, sums, full, squares, acc, read, complete
-        c = _Cta(k, width, t, eps, interpret, *places, x, layer, norm, *scratch)
+        c = Cta(k, width, t, eps, interpret, *places, x, layer, norm, *scratch)
         for i, (kind, (low, high)) in enumerate(zip(kinds, ranges, strict=True)):
             here = (tile >= low) & (tile < high)
-            pl.when(here)(lambda i=i, kind=kind, low=low: _multiply(c, refs[i], kind, low))
+            pl.when(here)(lambda i=i, kind=kind, low=low: multiply(c, refs[i], kind, low))
         if c.in_cluster:
             cluster_sum.barrier()
         else:
@@ -553,7 +597,7 @@ def _body(
     return body
 
 
-def _result(c: _Cta, first: Any, columns: int, kind: _Kind) -> jax.Array:
+def _result(c: Cta, first: Any, columns: int, kind: _Kind) -> jax.Array:
     """Finished columns [width, columns] of a tile: all sums added, norm, SiTU, rounding."""
 
     def total(start: Any) -> jax.Array:

@@ -28,7 +28,8 @@ from jax_impl.ops.experts import ExpertWeights, PackedExperts, routed_experts
 from jax_impl.ops.norm import gated_rmsnorm, l2norm, rmsnorm
 from jax_impl.ops.router import choose_experts
 from jax_impl.ops.situ import situ_hidden, situ_mlp
-from jax_impl.params import Dense, Kda, LayerNorms, Mla, Moe, Root
+from jax_impl.params import Dense, Kda, LayerWeights, Mla, Moe, Root
+from jax_impl.stages.contract import Routed
 from jax_impl.stages.draft import draft_block, draft_context, draft_markov  # noqa: F401  (stages)
 from jax_impl.stages.paged import positions, read_rows, write_rows
 from jax_impl.static import Static
@@ -53,7 +54,7 @@ def _mix_and_norm(static: Static, prefix, snapshots, count, res_norm, res_proj, 
 
 def attn_in(
     static: Static,
-    w: LayerNorms,
+    layer: LayerWeights,
     prefix: jax.Array,
     snapshots: jax.Array,
     count: int | jax.Array,
@@ -66,6 +67,7 @@ def attn_in(
     Args: prefix, delta [N, D]; snapshots [N, J, D] of which `count` are valid.
     Returns: x [N, D], the prefix with delta, the snapshots (one more when a block starts).
     """
+    w = layer.norms
     prefix = static.nx.round(f32(prefix) + f32(delta))
     x = _mix_and_norm(
         static,
@@ -255,8 +257,7 @@ def _attend_spread(static: Static, q, kv, w_uk, w_uv, visible) -> jax.Array:
 
 def attn_out(
     static: Static,
-    w: LayerNorms,
-    attention: Kda | Mla,
+    layer: LayerWeights,
     heads: jax.Array,
     prefix: jax.Array,
     snapshots: jax.Array,
@@ -269,8 +270,8 @@ def attn_out(
     Args: heads [N, P] on this rank; snapshots [N, J, D], `count` valid.
     Returns: y [N, D], the new prefix [N, D].
     """
-    nx = static.nx
-    a = nx.round(all_reduce(nx.project(heads, attention.o_proj), static.ranks))
+    nx, w = static.nx, layer.norms
+    a = nx.round(all_reduce(nx.project(heads, layer.attention.o_proj), static.ranks))
     prefix = a if starts_block else nx.round(f32(prefix) + f32(a))
     y = _mix_and_norm(
         static,
@@ -290,15 +291,10 @@ def dense(static: Static, w: Dense, y: jax.Array) -> jax.Array:
     return static.nx.round(all_reduce(partial, static.ranks))
 
 
-def route(
-    static: Static, w: Moe, y: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+def route(static: Static, w: Moe, y: jax.Array) -> Routed:
     """Everything that reads y: the choice of experts, their input, the shared experts' activation.
 
     Crosses ranks.
-
-    Returns: latent [N, Z], expert ids i32 [N, k], expert weights f32 [N, k], and the shared
-    experts' hidden rows [N, M] on this rank.
     """
     c, nx = static.config, static.nx
     logits, latent = all_gather_packed(
@@ -312,18 +308,13 @@ def route(
         c.topk_group,
         c.routed_scaling_factor,
     )
-    return latent, ids, weights, situ_hidden(nx, y, w.shared_gate_up_proj, *static.betas)
+    hidden = situ_hidden(nx, y, w.shared_gate_up_proj, *static.betas)
+    return Routed(latent, ids, weights, hidden)
 
 
-def experts(
-    static: Static,
-    w: Moe,
-    latent: jax.Array,
-    ids: jax.Array,
-    weights: jax.Array,
-    hidden: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+def experts(static: Static, w: Moe, routed: Routed) -> tuple[jax.Array, jax.Array]:
     """This rank's share of the routed sum [N, Z] and of the shared experts [N, D], both f32."""
+    latent, ids, weights, hidden, _ = routed
     if static.run.experts == "ep":  # ids of this rank's experts; others are out of range
         ids = ids - rank_index(static.ranks) * w.w13_packed.shape[0]
     if w.w13_tiles is None:
@@ -331,8 +322,8 @@ def experts(
     else:
         width = static.config.moe_intermediate_size // static.ranks.size
         mine = PackedExperts(w.w13_tiles, w.w2_tiles, width, latent.shape[-1])
-    routed = routed_experts(static.nx, latent, ids, weights, mine, static.betas)
-    return routed, static.nx.project(hidden, w.shared_down_proj)
+    total = routed_experts(static.nx, latent, ids, weights, mine, static.betas)
+    return total, static.nx.project(hidden, w.shared_down_proj)
 
 
 def moe_out(static: Static, w: Moe, routed: jax.Array, shared: jax.Array) -> jax.Array:
