@@ -1,4 +1,4 @@
-# Targets: venv demo test test-all lint venv312 test312 clean. `make` alone prints them.
+# Targets: venv demo test test-all lint venv312 test312 venv-vllm test-vllm clean. `make` alone prints them.
 #
 # PYTHON       the interpreter of .venv, 3.11 or newer
 # TORCH_INDEX  an index with CPU builds of torch, where the default one has only CUDA builds:
@@ -21,7 +21,7 @@ JAX_ONLY_TESTS ?= bench/test_roofline.py $(addprefix parity/,test_make_tiny.py t
   test_cli.py test_readme.py test_kernels_mxfp4.py test_kernels_skinny.py test_kernels_experts.py \
   test_kernels_attn_res.py test_kernels_aot.py)
 
-.PHONY: help venv demo test test-all lint venv312 test312 clean
+.PHONY: help venv demo test test-all lint venv312 test312 venv-vllm test-vllm clean
 .DELETE_ON_ERROR:
 
 help:
@@ -31,6 +31,7 @@ help:
 	@echo "test-all  the same and the slow ones"
 	@echo "lint      ruff and pyright"
 	@echo "test312   the JAX-only tests with the newest JAX, where a Python >= 3.12 is found"
+	@echo "test-vllm names and objects of vLLM 0.33.0, in an environment of its own (9 GB, no GPU needed)"
 	@echo "clean     remove build/ and caches, not the environments"
 
 venv: $(VENV)/.stamp
@@ -91,6 +92,19 @@ $(VENV312)/.stamp: pyproject.toml constraints/py312.txt
 test312: venv312
 	@if [ -e $(VENV312)/.stamp ]; then \
 	  $(VENV312)/bin/python -m pytest -n $(WORKERS) -m "$(NO_DEVICE) and not slow" $(PYTEST_ARGS) $(JAX_ONLY_TESTS); fi
+
+# VLLM_PYTHON: the Python of an environment with vLLM; by default one is made.
+VENV_VLLM := .venvvllm
+VLLM_PYTHON ?= $(CURDIR)/$(VENV_VLLM)/bin/python
+
+venv-vllm:
+	@python=$$($(FIND_PYTHON312)); test -n "$$python" || { echo "vLLM needs Python >= 3.12" >&2; exit 1; }; \
+	  test -e $(VENV_VLLM)/.stamp || { $$python -m venv --clear $(VENV_VLLM) && \
+	  $(VENV_VLLM)/bin/python $(PIP_INSTALL) vllm==0.33.0 && touch $(VENV_VLLM)/.stamp; }
+
+test-vllm: venv
+	@test -x "$(VLLM_PYTHON)" || $(MAKE) --no-print-directory venv-vllm
+	VLLM_PYTHON="$(VLLM_PYTHON)" $(BIN)/python -m pytest -m vllm $(PYTEST_ARGS) parity
 
 clean:
 	rm -rf build dist .pytest_cache .ruff_cache .hypothesis

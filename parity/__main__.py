@@ -1,4 +1,4 @@
-"""Command line: `python -m parity run | golden | compare`.
+"""Command line: `python -m parity run | golden | compare | serve`.
 
 Exit status 0: everything asked for ran and passed; 1: something failed or did not run; 2: bad
 input.
@@ -22,7 +22,8 @@ class Run:
     """Runs suites over the recorded folders that come with the package."""
 
     suite: str = "ops,model,mutants"
-    """Suites, separated by commas: ops, model, mutants, dspark, accept, vllm, sharded."""
+    """Suites, separated by commas: ops, model, mutants, dspark, accept, vllm, vllm_mutants,
+    sharded."""
     tp: int | None = None
     """Suite sharded with this number of ranks only; default: its whole matrix."""
     case: str | None = None
@@ -41,6 +42,12 @@ class Golden:
 
     dirs: tyro.conf.Positional[tuple[Path, ...]]
     """Folders; their kind is read from golden.json or from the files in them."""
+    ckpt: Path | None = None
+    """Target of a served record that names its checkpoint by a fingerprint only."""
+    draft: Path | None = None
+    """Drafter of such a record."""
+    tp: int = 1
+    """Ranks over which this code runs such a checkpoint, in this process."""
     report: Path | None = None
     """Directory for index.html and parity.json."""
     json: str | None = None
@@ -63,10 +70,45 @@ class Compare:
     """File for the JSON document; - is stdout (the table then goes to stderr)."""
 
 
+@dataclass(frozen=True)
+class Serve:
+    """Compares a live OpenAI-compatible server with this code, on greedy texts of its own."""
+
+    url: str
+    """Base address, such as http://host:8000."""
+    model: str
+    """The name under which the server offers the model."""
+    ckpt: Path | None = None
+    """The served checkpoint; default: the directory that the server names, if it is here."""
+    draft: Path | None = None
+    """The drafter, if the server speculates and tells the accepted counts."""
+    tp: int = 1
+    """Ranks over which this code runs the checkpoint, in this process."""
+    prompts: Path | None = None
+    """A file with a prompt of token ids per line; default: four random prompts."""
+    tokens: int = 48
+    """Token ids per text."""
+    logprobs: int = 20
+    """Listed tokens per place (vLLM: at most --max-logprobs)."""
+    concurrency: int = 4
+    """Requests at a time."""
+    timeout: float = 300.0
+    """Seconds for one whole answer."""
+    key_variable: str = "OPENAI_API_KEY"
+    """Environment variable with the key that is sent, if it is set."""
+    record: Path | None = None
+    """Directory to keep the answers in, as a record for `golden`."""
+    report: Path | None = None
+    """Directory for index.html and parity.json."""
+    json: str | None = None
+    """File for the JSON document; - is stdout (the table then goes to stderr)."""
+
+
 Command = (
     Annotated[Run, tyro.conf.subcommand("run")]
     | Annotated[Golden, tyro.conf.subcommand("golden")]
     | Annotated[Compare, tyro.conf.subcommand("compare")]
+    | Annotated[Serve, tyro.conf.subcommand("serve")]
 )
 
 

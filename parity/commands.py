@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -13,7 +14,7 @@ from parity.folders import Folder, FolderError, open_folder, operations, tensor_
 from parity.verdict import Verdict, Where, not_run
 
 RECORDED = Path(__file__).parent / "golden"
-SUITES = ("ops", "model", "mutants", "dspark", "accept", "vllm", "sharded")
+SUITES = ("ops", "model", "mutants", "dspark", "accept", "vllm", "vllm_mutants", "sharded")
 
 
 class BadInput(ValueError):
@@ -30,7 +31,9 @@ def execute(command: Any) -> list[Verdict]:
     if kind == "Run":
         return run(command.suite, command.tp, command.case)
     if kind == "Golden":
-        return golden(command.dirs)
+        return golden(command.dirs, command.ckpt, command.draft, command.tp)
+    if kind == "Serve":
+        return serve(command)
     return compare(command.ckpt, command.prompt_ids, command.steps)
 
 
@@ -68,6 +71,11 @@ def run(suite: str, tp: int | None = None, case: str | None = None) -> list[Verd
 
             found += _progress("mutants", check_mutants(RECORDED))
             continue
+        if name == "vllm_mutants":
+            from parity.engine_mutants import check_engine_mutants
+
+            found += _progress(name, check_engine_mutants(RECORDED))
+            continue
         if name == "accept":
             from parity.accept_suite import check_accept
 
@@ -92,8 +100,13 @@ def run(suite: str, tp: int | None = None, case: str | None = None) -> list[Verd
     return found
 
 
-def golden(directories: Iterable[Path]) -> list[Verdict]:
-    """Any recorded folders, judged by their kind."""
+def golden(
+    directories: Iterable[Path], ckpt: Path | None = None, draft: Path | None = None, tp: int = 1
+) -> list[Verdict]:
+    """Any recorded folders, judged by their kind.
+
+    `ckpt`, `draft` and `tp` are for served records, see `golden_vllm.check_vllm`.
+    """
     folders: list[Folder] = []
     problems: list[str] = []
     for directory in directories:
@@ -106,9 +119,11 @@ def golden(directories: Iterable[Path]) -> list[Verdict]:
         raise BadInput("\n".join(problems))
     if not folders:
         raise BadInput("golden: no directory given; expected at least one recorded folder")
+    if (ckpt or draft or tp != 1) and not any(folder.kind == "vllm" for folder in folders):
+        raise BadInput("--ckpt, --draft, --tp: they belong to records of an engine; none was given")
     found: list[Verdict] = []
     for folder in folders:
-        found += _progress(folder.name, _survived(folder))
+        found += _progress(folder.name, _survived(folder, ckpt, draft, tp))
     return found
 
 
@@ -125,6 +140,13 @@ def _damage(folder: Folder) -> list[str]:
             list(operations(folder.path))
         except FolderError as error:
             found.append(str(error))
+    if folder.kind == "vllm" and not found:
+        from parity.records import read_record
+
+        try:
+            read_record(folder.path)
+        except FolderError as error:
+            found.append(str(error))
     if folder.kind == "model":
         from jax_impl.checkpoint import Checkpoint, CheckpointError
         from jax_impl.config import ConfigError
@@ -136,10 +158,12 @@ def _damage(folder: Folder) -> list[str]:
     return found
 
 
-def _survived(folder: Folder) -> Iterator[Verdict]:
+def _survived(
+    folder: Folder, ckpt: Path | None = None, draft: Path | None = None, tp: int = 1
+) -> Iterator[Verdict]:
     """`check_folder`, in which an error ends this folder only and is a verdict of its own."""
     try:
-        yield from check_folder(folder)
+        yield from check_folder(folder, ckpt, draft, tp)
     except (KeyError, ValueError, IndexError, TypeError) as error:
         where = Where(folder.kind, folder.name, "-")
         yield not_run(
@@ -151,8 +175,10 @@ def _survived(folder: Folder) -> Iterator[Verdict]:
         )
 
 
-def check_folder(folder: Folder) -> Iterator[Verdict]:
-    """All comparisons for a folder of any kind.
+def check_folder(
+    folder: Folder, ckpt: Path | None = None, draft: Path | None = None, tp: int = 1
+) -> Iterator[Verdict]:
+    """All comparisons for a folder of any kind; `ckpt`, `draft` and `tp` as in `golden`.
 
     Raises:
         BadInput: its checkpoint cannot be loaded.
@@ -177,9 +203,14 @@ def check_folder(folder: Folder) -> Iterator[Verdict]:
 
         yield from check_dspark(folder)
     elif folder.kind == "vllm":
+        from jax_impl.checkpoint import CheckpointError
+        from jax_impl.config import ConfigError
         from parity.golden_vllm import check_vllm
 
-        yield from check_vllm(folder)
+        try:
+            yield from check_vllm(folder, checkpoint=ckpt, draft=draft, tp=tp)
+        except (CheckpointError, ConfigError) as error:
+            raise BadInput(str(error)) from None
     else:
         where = Where(folder.kind, folder.name, "-")
         yield not_run(where, "all", f"comparison of kind {folder.kind!r} is not implemented")
@@ -196,6 +227,26 @@ def compare(checkpoint: Path, prompt_ids: str | None, steps: int) -> list[Verdic
     try:
         return _progress(checkpoint.name, check_pair(checkpoint, prompt_ids, steps))
     except (CheckpointError, ConfigError, PromptError) as error:
+        raise BadInput(str(error)) from None
+
+
+def serve(command: Any) -> list[Verdict]:
+    """A live server against this code; `command` is `parity.__main__.Serve`."""
+    from jax_impl.checkpoint import CheckpointError
+    from jax_impl.config import ConfigError
+    from parity.openai_client import Server
+    from parity.serve import ServeError, check_server, prepare
+
+    key = os.environ.get(command.key_variable) or None
+    server = Server(command.url, command.model, command.timeout, key)
+    try:
+        asked = prepare(
+            server, ckpt=command.ckpt, draft=command.draft, prompts=command.prompts,
+            tokens=command.tokens, logprobs=command.logprobs, concurrency=command.concurrency,
+            keep=command.record, tp=command.tp,
+        )  # fmt: skip
+        return _progress(command.model, check_server(asked))
+    except (ServeError, CheckpointError, ConfigError) as error:
         raise BadInput(str(error)) from None
 
 

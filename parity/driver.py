@@ -21,7 +21,14 @@ from jax_impl.checkpoint import Checkpoint
 from jax_impl.config import ModelConfig, RunConfig
 from jax_impl.loader import load_weights
 from jax_impl.params import Weights
-from jax_impl.sharding import ONE_DEVICE, Placement, make_spread_cache, unequal_replicas
+from jax_impl.sharding import (
+    ONE_DEVICE,
+    Placement,
+    make_spread_cache,
+    place_ranks,
+    require_ranks,
+    unequal_replicas,
+)
 from jax_impl.static import Static
 from jax_impl.step import Step, build_recording_step, build_step
 
@@ -66,19 +73,33 @@ class Driver:
 
     @classmethod
     def open(
-        cls, path: str | Path, compute: str, profile: str, longest: int, **settings: object
+        cls,
+        path: str | Path,
+        compute: str,
+        profile: str,
+        longest: int,
+        *,
+        tp: int = 1,
+        **settings: object,
     ) -> Driver:
-        """Loads a checkpoint; `settings` are further fields of `RunConfig`.
+        """Loads a checkpoint, over `tp` ranks; `settings` are further fields of `RunConfig`.
 
         Raises:
-            ConfigError, CheckpointError: the directory is no usable checkpoint.
+            ConfigError, CheckpointError: the directory is no usable checkpoint, or cannot be cut
+                over so many ranks, or there are fewer devices.
         """
-        config, weights = load(Path(path).resolve())
         pages = -(-longest // PAGE) * (ROWS + 1) + 1
         run = RunConfig(
             compute=compute, profile=profile, slots=SLOTS, pages=pages, page_size=PAGE, **settings
         )  # type: ignore[arg-type]
-        return cls(config, weights, run, longest)
+        if tp == 1:
+            config, weights = load(Path(path).resolve())
+            return cls(config, weights, run, longest)
+        checkpoint = Checkpoint.open(path)
+        require_ranks(checkpoint.config, run, tp)
+        placement = place_ranks(tp, run)
+        weights = load_weights(checkpoint, placement=placement)
+        return cls(checkpoint.config, weights, run, longest, placement)
 
     @property
     def static(self) -> Static:

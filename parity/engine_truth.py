@@ -17,31 +17,15 @@ import numpy as np
 import torch
 
 from parity.op_torch import DTYPES
+from parity.records import Text
 from parity.torch_threads import threads
 from torch_ref.model import Model
 from torch_ref.numerics import Numerics
 
 THREADS = (1, 2, 4)
+KEEP_BYTES = 32 << 30  # larger checkpoints are read anew in every pass instead of being held
 
 Choose = Callable[[int, int], np.ndarray]  # (row, place of the layer) -> logits [V]
-
-
-class Text(NamedTuple):
-    """One recorded text: a prompt of P ids and what the engine made of it."""
-
-    case: str
-    kind: str
-    prompt: np.ndarray
-    ids: np.ndarray
-
-    @property
-    def fed(self) -> np.ndarray:
-        """Everything that is fed; the last id only ends the text."""
-        return np.concatenate([self.prompt, self.ids[:-1]])
-
-    def judged(self, rows: np.ndarray) -> np.ndarray:
-        """The rows that chose the recorded ids."""
-        return rows[len(self.prompt) - 1 :]
 
 
 class Truth(NamedTuple):
@@ -101,21 +85,30 @@ def torch_truths(
         texts: what to feed.
         recorded: whether the engine's log-probabilities of a text are known; then all draws run.
     """
-    exact = Model.load(checkpoint, Numerics(DTYPES["float32"], "V"))
-    rounded = Model.load(checkpoint, Numerics(DTYPES["bfloat16"], "H"))
-    found = {}
+    keep = sum(f.stat().st_size for f in checkpoint.glob("*.safetensors")) <= KEEP_BYTES
+    exact = Model.load(checkpoint, Numerics(DTYPES["float32"], "V"), keep=keep)
+    rounded = Model.load(checkpoint, Numerics(DTYPES["bfloat16"], "H"), keep=keep)
+    found: dict[tuple[str, str], Truth] = {}
+    known: dict[tuple[bytes, bool], Truth] = {}
     for text in texts:
-        with threads(1):
-            a, b = _pass(exact, text), _pass(rounded, text)
-        draws = [b.logits] if recorded(text) else []
-        for count in THREADS[1:] if draws else ():
-            with threads(count):
-                draws.append(_logits(rounded, text))
-        found[text.case, text.kind] = Truth(
-            a.logits, a.gaps, a.chosen, a.layers, b.logits, b.gaps, b.chosen, draws,
-            _other_choice(exact, text, a),
-        )  # fmt: skip
+        key = text.fed.tobytes(), recorded(text)
+        if key not in known:
+            known[key] = _truth(exact, rounded, text, draw=recorded(text))
+        found[text.key] = known[key]
     return found
+
+
+def _truth(exact: Model, rounded: Model, text: Text, *, draw: bool) -> Truth:
+    with threads(1):
+        a, b = _pass(exact, text), _pass(rounded, text)
+    draws = [b.logits] if draw else []
+    for count in THREADS[1:] if draw else ():
+        with threads(count):
+            draws.append(_logits(rounded, text))
+    return Truth(
+        a.logits, a.gaps, a.chosen, a.layers, b.logits, b.gaps, b.chosen, draws,
+        _other_choice(exact, text, a),
+    )  # fmt: skip
 
 
 def _logits(model: Model, text: Text, **settings) -> np.ndarray:

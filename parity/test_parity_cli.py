@@ -40,7 +40,7 @@ def test_help_is_quick_and_imports_neither_jax_nor_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert all(word in done.stdout for word in ("run", "golden", "compare"))
+    assert all(word in done.stdout for word in ("run", "golden", "compare", "serve"))
 
 
 def test_a_good_folder_passes_and_delivers_json_and_report(small, tmp_path, capsys):
@@ -134,6 +134,11 @@ def test_golden_without_folders_is_an_error():
     assert run("golden") == 2
 
 
+def test_a_checkpoint_belongs_to_records_of_an_engine(small, tmp_path, capsys):
+    assert run("golden", str(small), "--ckpt", str(tmp_path)) == 2
+    assert "--ckpt" in capsys.readouterr().err
+
+
 def test_a_damaged_tensor_file_is_an_error(small, capsys):
     file = small / "situ.safetensors"
     file.write_bytes(file.read_bytes()[:100])
@@ -153,7 +158,7 @@ def test_errors_of_all_folders_are_listed_before_anything_runs(
     small, tmp_path, monkeypatch, capsys
 ):
     ran = []
-    monkeypatch.setattr("parity.commands.check_folder", lambda f: ran.append(f) or iter(()))
+    monkeypatch.setattr("parity.commands.check_folder", lambda f, *_: ran.append(f) or iter(()))
     damaged = shutil.copytree(small, tmp_path / "damaged")
     (damaged / "situ.json").write_text("{")
     file = damaged / "router_scaled.safetensors"
@@ -171,7 +176,7 @@ def test_an_error_in_one_folder_leaves_the_verdicts_of_others(
     from parity import commands
     from parity.verdict import Where, judge, tolerance
 
-    def check(folder):
+    def check(folder, *_):
         where = Where("ops", folder.name, "-")
         yield judge(where, "first", {"exact": True}, tolerance("equal"))
         if folder.name == "other":

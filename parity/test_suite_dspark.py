@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 
@@ -21,10 +22,12 @@ from parity.accept_suite import (  # noqa: E402
 )
 from parity.chi_square import METHODS, check_sampled_runs, chi_square  # noqa: E402
 from parity.dspark_pair import against_plain, check_dspark_pair  # noqa: E402
-from parity.engine_truth import Noise, Text, Truth, measure  # noqa: E402
+from parity.engine_rules import Wanted, best_tokens, explained, tokens  # noqa: E402
+from parity.engine_truth import Noise, Truth, measure  # noqa: E402
 from parity.folders import open_folder  # noqa: E402
 from parity.golden_dspark import TargetError, check_dspark, find_target  # noqa: E402
-from parity.golden_vllm import _best_tokens, _explained, _tokens, check_vllm  # noqa: E402
+from parity.golden_vllm import check_vllm  # noqa: E402
+from parity.records import Distribution, Record, Text  # noqa: E402
 from parity.report import good, problems  # noqa: E402
 from parity.verdict import Where  # noqa: E402
 
@@ -297,9 +300,8 @@ def judged(logits, ids, gaps, **changes):
     """Rows that chose `ids` after a prompt of one token."""
     text = Text("case0", "greedy", np.array([5]), np.array(ids))
     logits = np.array(logits, float)
-    differ = np.flatnonzero(logits.argmax(-1) != text.ids)
     truth = truth_of(logits, gaps, **changes)
-    return _explained(Where("vllm", "made up", "-"), text, logits, differ, truth, NOISE)
+    return explained(Where("vllm", "made up", "-"), Wanted(0, text.ids), logits, truth, NOISE)
 
 
 def test_every_differing_row_needs_a_reason():
@@ -315,17 +317,22 @@ def test_every_differing_row_needs_a_reason():
         assert "3 (UNEXPLAINED)" in wrong.note and wrong.note.count("UNEXPLAINED") == 1
 
 
+def test_a_near_tie_does_not_excuse_a_nan():
+    found = judged([[np.nan, 5.0, 2.0]], [2], TIE)
+    assert not found.passed and "UNEXPLAINED" in found.note
+
+
 def test_only_exact_arithmetic_is_held_to_nine_of_ten():
     logits = np.tile([0.0, 5.0, 4.9], (10, 1))
     text = Text("case0", "greedy", np.array([5]), np.array([1] * 8 + [2, 2]))
     where = Where("vllm", "made up", "-")
-    share, reasons = _tokens(where, text, logits, truth_of(logits), NOISE)
+    share, reasons = tokens(where, text, logits, truth_of(logits), NOISE)
     assert not share.passed and share.value == 0.2 and share.note == "8 of 10 equal"
     assert reasons.passed
-    (reasons,) = _tokens(where.at(dtype="bfloat16"), text, logits, truth_of(logits), NOISE)
+    (reasons,) = tokens(where.at(dtype="bfloat16"), text, logits, truth_of(logits), NOISE)
     assert reasons.passed and reasons.note.startswith("8 of 10 equal")
-    nine = text._replace(ids=np.array([1] * 9 + [2]))
-    assert next(iter(_tokens(where, nine, logits, truth_of(logits), NOISE))).passed
+    nine = dataclasses.replace(text, ids=np.array([1] * 9 + [2]))
+    assert next(iter(tokens(where, nine, logits, truth_of(logits), NOISE))).passed
 
 
 def test_noise_is_that_of_rows_with_equal_experts():
@@ -348,16 +355,12 @@ def test_equal_best_tokens_are_held_against_the_median_draw():
         changed[:count] = np.roll(changed[:count], 1, axis=1)
         return changed
 
-    tensors = {"case0.vllm_logprobs": rows, "case0.reference_f32_logprobs": rows}
+    text = dataclasses.replace(text, distribution=Distribution(0, None, rows))
+    record = Record({}, (text,), {("case0", "f32"): rows})
     truth = truth_of(rows, draws=[wrong(2), wrong(5), wrong(9)])
+    where = Where("vllm", "made up", "-")
     for count, fine in ((8, True), (9, False)):
-        (found,) = _best_tokens(
-            Where("vllm", "made up", "-"),
-            [text],
-            [wrong(count)],
-            tensors,
-            {("case0", "greedy"): truth},
-        )
+        (found,) = best_tokens(where, record, {text.key: wrong(count)}, {text.key: truth})
         assert found.passed is fine and f"{100 - count} of 100 equal" in found.note
         assert "98, 95, 91" in found.note
 

@@ -12,4 +12,6 @@ is needed:
 * `torch_ref.model`: the layer loop, the caches of a sequence, greedy decoding.
 * `torch_ref.draft`: the DSpark draft and its context cache.
 * `torch_ref.speculation`: acceptance rules, speculative decoding, exact enumeration.
+
+`vllm_record.py` is a script beside them, for an environment with vLLM.
 """
