@@ -17,6 +17,7 @@ make cache rows. Queries of N rows depend on those rows only; NaN stays where it
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -277,7 +278,7 @@ def _body(s: _Sizes, width: int, dtype: Any, even: bool) -> Any:
             at = head * (s.nope + TILE) + s.nope
             plgpu.copy_gmem_to_smem(q.at[rows, pl.ds(at, TILE)], ropes, one.at[0])
             plgpu.barrier_wait(one.at[0])
-            ys[...] = query_value(ropes[...])
+            ys[...] = query_value(laid(ropes))
             store()
 
         def store():
@@ -298,10 +299,10 @@ def _body(s: _Sizes, width: int, dtype: Any, even: bool) -> Any:
             plgpu.copy_gmem_to_smem(source, tails, one.at[0])
             row = [jnp.minimum(first + i, s.n - 1) for i in range(min(GROUP, s.n))]
             # named layouts: inferred ones are searched for over all rows together
-            latents = [laid(kv_a.at[r, pl.ds(s.skip, s.latent)]) for r in row]
-            weight = laid(norm)
+            latents = [laid(kv_a.at[r, pl.ds(s.skip, s.latent)]).astype(f32) for r in row]
+            weight = laid(norm).astype(f32)
             plgpu.barrier_wait(one.at[0])
-            new_tails[...] = as_stored(tails[...])
+            new_tails[...] = as_stored(laid(tails))
             plgpu.commit_smem()
             for i, x in enumerate(latents):
                 mean = jnp.sum(x * x) * (1 / s.latent)
@@ -319,8 +320,10 @@ def _body(s: _Sizes, width: int, dtype: Any, even: bool) -> Any:
             plgpu.wait_smem_to_gmem(0)
 
         def laid(ref: Any) -> jax.Array:
-            layout = plgpu.Layout.WG_STRIDED((s.latent,), vec_size=s.latent // 128)
-            return plgpu.load(ref, layout=layout, optimized=False).astype(f32)
+            layout = plgpu.Layout.WG_STRIDED(
+                ref.shape, vec_size=min(4, math.prod(ref.shape) // 128)
+            )
+            return plgpu.load(ref, layout=layout, optimized=False)
 
         def as_stored(x: jax.Array) -> jax.Array:
             if not s.fp8:
