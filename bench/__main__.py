@@ -12,11 +12,14 @@ from typing import Annotated, Any
 
 import tyro
 
+from bench.engine_options import DecodeOptions
 from bench.rank_slice_options import SliceOptions
 from bench.roofline import RELEASED, RooflineOptions
+from jax_impl.processes import ONE_PROCESS, ProcessOptions, is_first, launch
 
 DEFAULTS = RooflineOptions()
 SLICE = SliceOptions()
+DECODE = DecodeOptions()
 
 
 def roofline(
@@ -72,6 +75,49 @@ def rank_slice(
     return conclude(result, out, title, rows_to_print(result), headline_names(result))
 
 
+def decode(
+    options: Annotated[DecodeOptions, tyro.conf.arg(name="")] = DECODE,
+    processes: Annotated[ProcessOptions, tyro.conf.arg(name="")] = ONE_PROCESS,
+    *,
+    out: str | None = None,
+) -> int:
+    """Decode steps through the engine: step time, rates and latencies, decode apart from prefill.
+
+    Example: python -m bench decode --preset tiny --drafts 3 --accept-length 2.5 --osl 40
+
+    Args:
+        options: what to run.
+        processes: which processes run it together.
+        out: write the result to this file ('-' for standard output).
+    """
+    from bench.machine import set_memory_fraction
+
+    set_memory_fraction(options.memory_fraction)
+
+    def work() -> int:
+        from bench.decode import headline_names, run_decode
+        from bench.rank_slice_report import rows_to_print
+
+        result = run_decode(options)
+        if not is_first():
+            return 0
+        status = conclude(
+            result, out, f"decode, {','.join(options.backends)}", rows_to_print(result),
+            headline_names(result),
+        )  # fmt: skip
+        if out != "-":
+            print_definitions(result)
+        return status
+
+    return launch(processes, work)
+
+
+def print_definitions(result: dict[str, Any]) -> None:
+    """What the figures mean."""
+    for name, text in result["conditions"]["definitions"].items():
+        print(f"  {name}: {text}")
+
+
 def conclude(
     result: dict[str, Any],
     out: str | None,
@@ -91,7 +137,59 @@ def conclude(
     return 1 if result["parity"]["verdict"] == "failed" else 0
 
 
-COMMANDS = {"roofline": roofline, "rank-slice": rank_slice}
+def compare(
+    a: tyro.conf.Positional[Path], b: tyro.conf.Positional[Path], *, match: str = ""
+) -> int:
+    """Two results side by side: figures, B over A, and what differs in their conditions.
+
+    Example: python -m bench compare before.json after.json --match us_per_layer
+
+    Args:
+        a: a result.
+        b: another.
+        match: only figures whose names hold this.
+    """
+    from bench.compare import compare as rows_of
+    from bench.compare import differing, verdicts
+    from bench.result import read
+    from jax_impl.output import print_table
+
+    first, second = read(a), read(b)
+    changed = list(differing(first["conditions"], second["conditions"]))
+    print_table("conditions that differ", ["", str(a), str(b)], changed)
+    rows = rows_of(first, second, match)
+    print_table("figures of both", ["", str(a), str(b), "B over A", ""], rows)
+    print(verdicts(first, second))
+    return 0
+
+
+def plot(results: tyro.conf.Positional[tuple[Path, ...]], *, out: Path) -> int:
+    """Pictures (PNG) of results and a page (HTML) with their conditions.
+
+    Example: python -m bench plot bench/results/rank_slice_*.json --out build/plots
+
+    Args:
+        results: result files.
+        out: folder for the files.
+    """
+    from bench.plots import Named
+    from bench.plots import plot as draw
+    from bench.result import read
+
+    if not results:
+        raise ValueError("plot: no result files given; expected at least one")
+    for name in draw([Named(path.stem, read(path)) for path in results], out):
+        print(out / name)
+    return 0
+
+
+COMMANDS = {
+    "compare": compare,
+    "plot": plot,
+    "decode": decode,
+    "rank-slice": rank_slice,
+    "roofline": roofline,
+}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -13,13 +13,14 @@ the router spreads its rows over the experts:
 
 from __future__ import annotations
 
+import hashlib
 import math
-import zlib
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_impl.config import GROUP, ModelConfig
 from jax_impl.draft_config import DraftConfig
@@ -46,18 +47,19 @@ CODE_RMS = 2.95  # of an E2M1 number with a uniform code
 
 def random_weights(config: ModelConfig, placement: Placement, seed: int) -> Weights:
     """All weights of the text model; the same seed gives the same values on one kind of device."""
-    return from_arrays(_fill_all(config, weight_table(config), placement, seed))
+    return from_arrays(fill_all(config, weight_table(config), placement, seed))
 
 
 def random_draft(config: DraftConfig, placement: Placement, seed: int) -> DraftWeights:
     """All weights of a drafter."""
     table = draft_table(config, placement.ranks.size)
-    return draft_from_arrays(_fill_all(config, table, placement, seed + 1))
+    return draft_from_arrays(fill_all(config, table, placement, seed + 1))
 
 
-def _fill_all(
+def fill_all(
     config: AnyConfig, table: tuple[WeightArray, ...], placement: Placement, seed: int
 ) -> dict[tuple[str, str], jax.Array]:
+    """The arrays of a table, by (kind, name)."""
     arrays: dict[tuple[str, str], jax.Array] = {}
     for kind in dict.fromkeys(a.kind for a in table):
         mine = tuple(a for a in table if a.kind == kind)
@@ -75,29 +77,44 @@ def _fill_kind(
     local = {a.name: a.shape(config, placement.ranks.size, placement.experts) for a in arrays}
     shapes = {name: global_shape(s, cuts[name], ranks) for name, s in local.items()}
     stacked = arrays[0].kind != "root"
-    base = jax.random.key(seed)
+    # the fast generator; only the other one makes each device's share where it lies
+    impl = "rbg" if placement.mesh is None else "threefry2x32"
 
-    def values(array: WeightArray, layer: jax.Array | int) -> jax.Array:
-        name = f"{array.kind}.{array.name}".encode()
-        key = jax.random.fold_in(jax.random.fold_in(base, zlib.crc32(name) & 0x7FFFFFFF), layer)
-        shape, columns = shapes[array.name][stacked:], local[array.name][-1]
-        return _values(array, shape, columns, key)
+    def values(keys: jax.Array) -> dict[str, jax.Array]:
+        """One layer, or the root."""
+        return {
+            a.name: _values(
+                a,
+                shapes[a.name][stacked:],
+                local[a.name][-1],
+                jax.random.wrap_key_data(k, impl=impl),
+            )
+            for a, k in zip(arrays, keys, strict=True)
+        }
 
     if not stacked:
-        make = lambda: {a.name: values(a, 0) for a in arrays}  # noqa: E731
-        return jax.jit(make, out_shardings=laid)()
+        return jax.jit(values, out_shardings=laid)(_keys(arrays, 0, seed, impl))
 
     @partial(jax.jit, donate_argnums=0, out_shardings=laid)
-    def write(stacks: dict[str, jax.Array], layer: jax.Array) -> dict[str, jax.Array]:
-        return {a.name: stacks[a.name].at[layer].set(values(a, layer)) for a in arrays}
+    def write(stacks: dict[str, jax.Array], layer: jax.Array, keys: jax.Array) -> Any:
+        made = values(keys)
+        put = jax.lax.dynamic_update_index_in_dim
+        return {name: put(stack, made[name], layer, 0) for name, stack in stacks.items()}
 
     def zeros() -> dict[str, jax.Array]:
         return {a.name: jnp.zeros(shapes[a.name], a.dtype) for a in arrays}
 
     stacks = jax.jit(zeros, out_shardings=laid)()
     for layer in range(shapes[arrays[0].name][0]):
-        stacks = write(stacks, jnp.int32(layer))
+        stacks = write(stacks, np.int32(layer), _keys(arrays, layer, seed, impl))
     return stacks
+
+
+def _keys(arrays: tuple[WeightArray, ...], layer: int, seed: int, impl: str) -> np.ndarray:
+    """Key data of one layer's arrays, from seed, name and layer; hashed here, not on the device."""
+    names = [f"{seed}:{a.kind}.{a.name}:{layer}".encode() for a in arrays]
+    words = [np.frombuffer(hashlib.sha256(name).digest()[:16], np.uint32) for name in names]
+    return np.stack(words)[:, : 4 if impl == "rbg" else 2]
 
 
 def _values(array: WeightArray, shape: tuple[int, ...], columns: int, key: Any) -> jax.Array:

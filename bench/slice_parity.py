@@ -17,9 +17,17 @@ import jax.numpy as jnp
 from bench.slice_model import Case
 from jax_impl.backend import AUTO, Backend
 from jax_impl.cache import Cache, StepInputs
-from jax_impl.collectives import all_gather
+from jax_impl.collectives import all_gather, all_max
 from jax_impl.model import Stream, layer_weights, place, run_layer
 from jax_impl.params import Moe, Weights
+from jax_impl.sharding import (
+    ONE_DEVICE,
+    P,
+    Placement,
+    cache_specs,
+    input_specs,
+    weight_specs,
+)
 from jax_impl.static import Static
 from parity.tolerances import TOLERANCES
 
@@ -35,10 +43,13 @@ def checked_layers(static: Static) -> dict[str, int]:
     return {kind: layers[0] for kind, layers in first.items() if layers}
 
 
-def layer_check(static: Static, backend: Backend, layer: int) -> Any:
+def layer_check(
+    static: Static, backend: Backend, layer: int, placement: Placement = ONE_DEVICE
+) -> Any:
     """Jitted: (weights, cache, inputs, prefix, bank, delta) -> distances by quantity, f32 scalars.
 
-    prefix, delta [N, D] and bank [N, J, D] in bf16.
+    prefix, delta [N, D] and bank [N, J, D] in the compute dtype, equal on all ranks. Over the ranks
+    of a mesh the largest distance counts.
     """
     exact = replace(static, run=replace(static.run, compute="float32", decode_backend="auto"))
 
@@ -51,9 +62,17 @@ def layer_check(static: Static, backend: Backend, layer: int) -> Any:
         want, wanted = _run(exact, AUTO, layer, weights, wide, inputs, *raised)
         found = {name: _rel_l2(got[name], want[name]) for name in ("heads", "prefix", "y")}
         found |= _feed_forward(exact, weights, layer, got)
-        return found | _caches(static, layer, inputs, after, wanted)
+        found |= _caches(static, layer, inputs, after, wanted)
+        return {name: all_max(value, static.ranks) for name, value in found.items()}
 
-    return jax.jit(run)
+    if placement.mesh is None:
+        return jax.jit(run)
+    laid = (weight_specs(static.config, static.run), cache_specs(static.run), input_specs())
+    # distances of values that are equal on all ranks are equal too: nothing for the check to see
+    shared = jax.shard_map(
+        run, mesh=placement.mesh, in_specs=(*laid, P(), P(), P()), out_specs=P(), check_vma=False
+    )
+    return jax.jit(shared)
 
 
 def _run(static, backend, layer, weights, cache, inputs, prefix, bank, delta):
