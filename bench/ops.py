@@ -362,7 +362,9 @@ def cases() -> dict[str, Callable[[], Problem]]:
                     out[f"{name}.tp{ranks}.rows{n}"] = lambda n=n, r=ranks, wide=wide: experts_case(
                         n, r, 11, wide=wide
                     )
-    return out
+    from bench import ops_small
+
+    return out | ops_small.cases()
 
 
 class Walk:

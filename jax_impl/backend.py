@@ -1,20 +1,24 @@
-"""The table of stage functions that a step is built from."""
+"""The tables of stage functions that a step is built from, and the configuration gate."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import NamedTuple
 
-from jax_impl.config import RunConfig
-from jax_impl.stages import standard
+from jax_impl.config import ModelConfig, RunConfig
+from jax_impl.stages import specialized, standard
 
 
 class Backend(NamedTuple):
-    """One function per stage; signatures are those of `jax_impl.stages.standard`."""
+    """One function per stage; signatures are those of `jax_impl.stages.standard`.
+
+    With `whole_stacks` a stage gets each layer's weights as a `Layer`: the stacks and its place.
+    """
 
     embed: Callable
     attn_in: Callable
     kda: Callable
+    kda_step: Callable
     mla: Callable
     attn_out: Callable
     dense: Callable
@@ -27,17 +31,28 @@ class Backend(NamedTuple):
     draft_context: Callable
     draft_block: Callable
     draft_markov: Callable
+    whole_stacks: bool = False
 
 
-AUTO = Backend(**{name: getattr(standard, name) for name in Backend._fields})
+STAGES = tuple(name for name in Backend._fields if name != "whole_stacks")
+
+AUTO = Backend(**{name: getattr(standard, name) for name in STAGES})
+LATENCY_SPECIALIZED = Backend(
+    **{name: getattr(specialized, name) for name in STAGES}, whole_stacks=True
+)
 
 
 class BackendUnavailableError(ValueError):
     """An explicitly requested backend that cannot run here; lists every reason."""
 
 
-def choose_backend(run: RunConfig) -> Backend:
+def choose_backend(run: RunConfig, config: ModelConfig | None = None, ranks: int = 1) -> Backend:
     """The configuration gate: the stage table for `run.decode_backend`.
+
+    Args:
+        run: how to run.
+        config: the model; None: only what does not depend on it is checked.
+        ranks: over how many ranks it is cut.
 
     Raises:
         BackendUnavailableError: `latency_specialized` was asked for and cannot run. There is no
@@ -47,7 +62,11 @@ def choose_backend(run: RunConfig) -> Backend:
         return AUTO
     from pallas_kernels.common import unmet_conditions  # only an explicit request looks at devices
 
-    reasons = unmet_conditions()
+    reasons = unmet_conditions() + specialized.unmet_settings(run)
+    if config is not None:
+        reasons += specialized.unmet_shapes(config, run, ranks)
+    if not reasons:
+        return LATENCY_SPECIALIZED
     raise BackendUnavailableError(
         f"decode_backend {run.decode_backend!r} cannot run here:"
         + "".join(f"\n  - {r}" for r in reasons)

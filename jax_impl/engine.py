@@ -14,6 +14,7 @@ from jax_impl.cache import PAD, Cache, StepInputs, StepOutputs
 from jax_impl.config import ModelConfig, RunConfig
 from jax_impl.draft_config import DraftConfig
 from jax_impl.params import Weights
+from jax_impl.plan import Kind, Plan, StepShape, choose
 from jax_impl.sharding import (
     ONE_DEVICE,
     Placement,
@@ -82,6 +83,7 @@ class Engine:
         cache: the device caches (replaced by every step; the old one is donated).
         context: most tokens that one sequence may hold; every step is compiled for it.
         steps: number of steps run by (kind, batch bucket, tokens); each key is one compilation.
+        plans: number of steps run by (backend, reason).
     """
 
     def __init__(
@@ -131,6 +133,7 @@ class Engine:
         self.cache: Cache = make_spread_cache(config, run, placement, draft_config)
         self.sequences: dict[int, Sequence] = {}
         self.steps: dict[tuple[str, int, int], int] = {}
+        self.plans: dict[Plan, int] = {}
         self._free_slots = list(range(run.slots))[::-1]
         self._free_pages = list(range(run.pages))[::-1]
         self._next_handle = 0
@@ -262,9 +265,16 @@ class Engine:
         self._processed(seqs, counts, outputs.finite)
         return outputs
 
+    def _stages(self, kind: Kind, inputs: StepInputs) -> Backend:
+        """The step gate: the stage table for a step, counted with its reason."""
+        plan = choose(self.static.run, StepShape(kind, *inputs.tokens.shape))
+        self.plans[plan] = self.plans.get(plan, 0) + 1
+        return self.backend if plan.backend == self.static.run.decode_backend else AUTO
+
     def _advance(self, inputs: StepInputs) -> StepOutputs:
         """Run known tokens [B, T] through the model."""
-        step = build_step(self.static, self.backend, "last", self.placement.mesh)
+        backend = self._stages("decode" if inputs.tokens.shape[1] == 1 else "prefill", inputs)
+        step = build_step(self.static, backend, "last", self.placement.mesh)
         self.cache, outputs, _ = step(self.weights, self.cache, inputs)
         return outputs
 

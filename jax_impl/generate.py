@@ -38,7 +38,8 @@ def run_generate(path: Path, prompt: str, options: GenerateOptions) -> dict[str,
     checkpoint, ids = Checkpoint.open(path), parse_ids(prompt)
     run = _settings(checkpoint.config, ids, options)
     require_ranks(checkpoint.config, run, options.tp)
-    backend, placement = choose_backend(run), place_ranks(options.tp, run)
+    backend = choose_backend(run, checkpoint.config, options.tp)
+    placement = place_ranks(options.tp, run)
     if options.draft is not None:
         from jax_impl.generate_draft import speculative
 

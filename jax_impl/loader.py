@@ -23,7 +23,7 @@ from jax_impl.config import RunConfig
 from jax_impl.draft_weights import DraftWeights, draft_from_arrays, draft_table
 from jax_impl.memory import require_room
 from jax_impl.params import Weights, from_arrays
-from jax_impl.sharding import ONE_DEVICE, P, Placement, global_shape, spec
+from jax_impl.sharding import ONE_DEVICE, P, Placement, bind_spread, global_shape, spec
 from jax_impl.weights import (
     BYTES,
     AnyConfig,
@@ -68,7 +68,8 @@ def load_weights(
         require_room(
             checkpoint.config, free // sharing - more, run, placement.ranks.size, placement.experts
         )
-    return from_arrays(load_arrays(checkpoint, progress, placement))
+    weights = from_arrays(load_arrays(checkpoint, progress, placement))
+    return weights if run is None else bind_spread(weights, checkpoint.config, run, placement)
 
 
 def load_draft(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jax_impl.backend import Backend
 from jax_impl.cache import Cache, StepInputs
-from jax_impl.params import Dense, Kda, LayerNorms, Mla, Moe, Weights
+from jax_impl.params import Dense, Kda, Layer, LayerNorms, Mla, Moe, Weights
 from jax_impl.static import Static
 
 Record = dict[str, Any]  # stage outputs by name, filled while tracing
@@ -34,11 +34,11 @@ class Forward(NamedTuple):
 
 
 class LayerWeights(NamedTuple):
-    """One layer's weights: slices of the stacks."""
+    """One layer's weights: slices of the stacks, or the stacks and a place (`Layer`)."""
 
-    norms: LayerNorms
-    attention: Kda | Mla
-    mlp: Dense | Moe
+    norms: LayerNorms | Layer
+    attention: Kda | Mla | Layer
+    mlp: Dense | Moe | Layer
 
 
 class Place(NamedTuple):
@@ -49,17 +49,23 @@ class Place(NamedTuple):
     attention: int | jax.Array  # ordinal among the layers of the same attention kind
 
 
-def layer_weights(static: Static, weights: Weights, layer: int) -> LayerWeights:
-    """Slices of the stacks for layer `layer` (0-based)."""
+def layer_weights(
+    static: Static, weights: Weights, layer: int, whole_stacks: bool = False
+) -> LayerWeights:
+    """Weights of layer `layer` (0-based): slices of the stacks, or with `whole_stacks` places."""
     c = static.config
     attention = weights.mla if c.is_mla(layer) else weights.kda
     mlp = weights.dense if c.is_dense(layer) else weights.moe
-    at = lambda tree, i: jax.tree.map(lambda a: a[i], tree)  # noqa: E731
-    return LayerWeights(
-        at(weights.layer, layer),
-        at(attention, c.attn_ordinal(layer)),
-        at(mlp, c.mlp_ordinal(layer)),
+    found = LayerWeights(
+        Layer(weights.layer, layer),
+        Layer(attention, c.attn_ordinal(layer)),
+        Layer(mlp, c.mlp_ordinal(layer)),
     )
+    return found if whole_stacks else LayerWeights(*(part.sliced() for part in found))
+
+
+def _is(weights: Any, kind: type) -> bool:
+    return isinstance(weights.stacks if isinstance(weights, Layer) else weights, kind)
 
 
 def place(static: Static, layer: int) -> Place:
@@ -90,23 +96,22 @@ def run_layer(
         starts_block=where.starts_block,
     )  # fmt: skip
     pending = None
-    if isinstance(w.attention, Kda):
-        heads, pending = backend.kda(
-            static, w.attention, where.attention, x, inputs, cache.kda_state, cache.conv_window
-        )
-        if commit:
-            state, window = backend.kda_commit(
-                static, where.attention, pending, inputs.count, inputs,
-                cache.kda_state, cache.conv_window,
-            )  # fmt: skip
-            cache, pending = cache.replace(kda_state=state, conv_window=window), None
-    else:
+    if not _is(w.attention, Kda):
         heads, kv = backend.mla(
             static, w.attention, where.attention, x, inputs, cache.kv_latent, cache.kv_scale
         )
         cache = cache.replace(kv_latent=kv)
+    elif commit:
+        heads, state, window = backend.kda_step(
+            static, w.attention, where.attention, x, inputs, cache.kda_state, cache.conv_window
+        )
+        cache = cache.replace(kda_state=state, conv_window=window)
+    else:
+        heads, pending = backend.kda(
+            static, w.attention, where.attention, x, inputs, cache.kda_state, cache.conv_window
+        )
     y, after = backend.attn_out(
-        static, w.norms, w.attention.o_proj, heads, prefix, snapshots,
+        static, w.norms, w.attention, heads, prefix, snapshots,
         where.snapshots + where.starts_block, starts_block=where.starts_block,
     )  # fmt: skip
     delta, chosen = feed_forward(static, backend, w.mlp, y)
@@ -117,13 +122,13 @@ def run_layer(
 
 
 def feed_forward(
-    static: Static, backend: Backend, w: Dense | Moe, y: jax.Array
+    static: Static, backend: Backend, w: Dense | Moe | Layer, y: jax.Array
 ) -> tuple[jax.Array, Record]:
     """Dense part or mixture of experts: y [N, D] -> delta [N, D], and what the stages returned."""
-    if isinstance(w, Dense):
+    if _is(w, Dense):
         return backend.dense(static, w, y), {}
-    latent, ids, share = backend.route(static, w, y)
-    routed, shared = backend.experts(static, w, y, latent, ids, share)
+    latent, ids, share, hidden = backend.route(static, w, y)
+    routed, shared = backend.experts(static, w, latent, ids, share, hidden)
     delta = backend.moe_out(static, w, routed, shared)
     outputs = {"latent": latent, "ids": ids, "weights": share, "routed": routed, "shared": shared}
     return delta, outputs
@@ -157,8 +162,8 @@ def forward(
         found: Record | None = None if record is None else {}
         with jax.named_scope(f"layer{layer:02d}"):
             stream, cache, waiting = run_layer(
-                static, backend, layer_weights(static, weights, layer), place(static, layer),
-                stream, cache, inputs, found, commit=commit,
+                static, backend, layer_weights(static, weights, layer, backend.whole_stacks),
+                place(static, layer), stream, cache, inputs, found, commit=commit,
             )  # fmt: skip
         if waiting is not None:
             pending.append(waiting)

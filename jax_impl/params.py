@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import jax
 from flax import struct
 
@@ -71,6 +73,7 @@ class Moe:
     """The mixture of experts. E experts, Z latent, m and M expert and shared width on this rank.
 
     Rows of `gate`, `routed_expert_down_proj` and `routed_expert_up_proj` are cut over the ranks.
+    The routed experts are there once: as the checkpoint has them, or packed (`jax_impl.binding`).
     """
 
     gate: jax.Array  # bf16 [L, E / R, D]
@@ -80,10 +83,12 @@ class Moe:
     routed_expert_up_proj: jax.Array  # bf16 [L, D / R, Z]
     shared_gate_up_proj: jax.Array  # bf16 [L, 2M, D]
     shared_down_proj: jax.Array  # bf16 [L, D, M]
-    w13_packed: jax.Array  # u8 [L, E, 2m, Z/2]   gate rows, then up rows
-    w13_scale: jax.Array  # u8 [L, E, 2m, Z/32]
-    w2_packed: jax.Array  # u8 [L, E, Z, m/2]
-    w2_scale: jax.Array  # u8 [L, E, Z, m/32]
+    w13_packed: jax.Array | None = None  # u8 [L, E, 2m, Z/2]   gate rows, then up rows
+    w13_scale: jax.Array | None = None  # u8 [L, E, 2m, Z/32]
+    w2_packed: jax.Array | None = None  # u8 [L, E, Z, m/2]
+    w2_scale: jax.Array | None = None  # u8 [L, E, Z, m/32]
+    w13_tiles: jax.Array | None = None  # u32 [L, E 2m/64, lines, 32]
+    w2_tiles: jax.Array | None = None  # u32 [L, E Z/64, lines, 32]
 
 
 KINDS = {"root": Root, "layer": LayerNorms, "kda": Kda, "mla": Mla, "dense": Dense, "moe": Moe}
@@ -99,6 +104,17 @@ class Weights:
     mla: Mla
     dense: Dense
     moe: Moe
+
+
+class Layer(NamedTuple):
+    """One layer's weights where they lie: the stacks of its kind, and its place in them."""
+
+    stacks: Any
+    index: int | jax.Array
+
+    def sliced(self) -> Any:
+        """This layer's weights alone."""
+        return jax.tree.map(lambda a: a[self.index], self.stacks)
 
 
 def from_arrays(arrays: dict[tuple[str, str], jax.Array]) -> Weights:

@@ -19,6 +19,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jax_impl.binding import EXPERT_AXIS, bind, bound_specs, is_bound
 from jax_impl.cache import Cache, StepInputs, StepOutputs, cache_cuts, cache_shapes
 from jax_impl.collectives import ONE_RANK, Ranks
 from jax_impl.config import ConfigError, ModelConfig, RunConfig
@@ -131,7 +132,13 @@ def _table_specs(table: tuple[WeightArray, ...], experts: Experts) -> dict[tuple
 
 def weight_specs(config: ModelConfig, run: RunConfig) -> Weights:
     """A PartitionSpec per weight array, from the `cut` column of the table."""
-    return from_arrays(_table_specs(weight_table(config), run.experts))
+    specs = checkpoint_specs(config, run.experts)
+    return bound_specs(specs, spec(EXPERT_AXIS)) if is_bound(run) else specs
+
+
+def checkpoint_specs(config: ModelConfig, experts: Experts) -> Weights:
+    """The same for weights that are not bound."""
+    return from_arrays(_table_specs(weight_table(config), experts))
 
 
 def draft_specs(config: DraftConfig, ranks: int) -> DraftWeights:
@@ -169,6 +176,16 @@ def spread(
         function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=True
     )
     return jax.jit(shared, donate_argnums=donate)
+
+
+def bind_spread(
+    weights: Weights, config: ModelConfig, run: RunConfig, placement: Placement
+) -> Weights:
+    """`binding.bind` on every rank; donates the weights. Unchanged where `run` needs no binding."""
+    if not is_bound(run):
+        return weights
+    before, after = checkpoint_specs(config, run.experts), weight_specs(config, run)
+    return spread(bind, placement.mesh, (before,), after, donate=0)(weights)
 
 
 def make_spread_cache(

@@ -172,10 +172,10 @@ def _commit(
         raise ValueError(
             f"{len(pending)} layers to commit, expected {len(static.config.kda_layers)}"
         )
-    state, window = cache.kda_state, cache.conv_window
     with jax.named_scope("kda_commit"):
-        for ordinal, kept in enumerate(pending):
-            state, window = backend.kda_commit(static, ordinal, kept, count, inputs, state, window)
+        state, window = backend.kda_commit(
+            static, pending, count, inputs, cache.kda_state, cache.conv_window
+        )
     return cache.replace(kda_state=state, conv_window=window)
 
 

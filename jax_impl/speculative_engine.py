@@ -121,7 +121,7 @@ class SpeculativeEngine(Engine):
         handles, seqs = [h for h, _ in rows], [s for _, s in rows]
         batch, width = bucket(len(seqs)), 1 + self.drafts
         inputs = self._inputs(seqs, [min(self._room(s), width) for s in seqs], batch, width)
-        step = build_waiting_step(*self._build)
+        step = build_waiting_step(*self._build(self._stages("verify", inputs)))
         self.cache, self._waiting, outputs = step(
             self.weights, self.draft_weights, self.cache, self._waiting, inputs
         )
@@ -131,13 +131,12 @@ class SpeculativeEngine(Engine):
         self._processed(seqs, counts, found.finite)
         return self._collect(handles, seqs, found.tokens, counts)
 
-    @property
-    def _build(self) -> tuple[Any, ...]:
+    def _build(self, backend: Backend) -> tuple[Any, ...]:
         mesh = self.placement.mesh
-        return self.static, self.draft, self.backend, self.method, self.drafts, mesh
+        return self.static, self.draft, backend, self.method, self.drafts, mesh
 
     def _advance(self, inputs: StepInputs) -> StepOutputs:
-        prefill = build_waiting_prefill(*self._build)
+        prefill = build_waiting_prefill(*self._build(self._stages("prefill", inputs)))
         self.cache, self._waiting, outputs = prefill(
             self.weights, self.draft_weights, self.cache, self._waiting, inputs
         )

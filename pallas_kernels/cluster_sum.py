@@ -3,11 +3,15 @@
     sums f32 [warpgroups, rows, width] in each CTA of a cluster -> f32 [width, columns], the total
     of `columns` of the rows, transposed
 
+    or, from one number per thread and sum: `push` brings every warp's sums into the shared memory
+    of all CTAs of the cluster, so that after one barrier `totals` reads nothing remote
+
 Register code (distributed shared memory has no place in Pallas); `local_total` is plain.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -117,3 +121,151 @@ def cluster_total(
     call = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()), return_type=out)
     unused = sums.at[0]
     return call(code)(sums.at[0, pl.ds(first, columns)], unused if squares is None else squares)
+
+
+MAX_SUMS = 32  # that `push` takes: one per lane
+WARPS = 4  # of the one warpgroup of a CTA
+
+# $0 own + what the lane across has of the same sum; $1, $2 two sums, $3 thread
+_TRADE = """
+{
+.reg .pred upper;
+.reg .b32 keep, give, bit;
+and.b32 bit, $3, MASK;
+setp.ne.u32 upper, bit, 0;
+selp.b32 keep, $2, $1, upper;
+selp.b32 give, $1, $2, upper;
+shfl.sync.bfly.b32 give, give, MASK, 31, 0xFFFFFFFF;
+add.f32 $0, keep, give;
+}
+"""
+_ACROSS = """
+{
+.reg .b32 other;
+shfl.sync.bfly.b32 other, $1, MASK, 31, 0xFFFFFFFF;
+add.f32 $0, other, $1;
+}
+"""
+# $0 of the sums 2 $1 and 2 $1 + 1 the one that this lane ($2) kept; there were LAST + 1
+_KEPT = """
+{
+.reg .pred upper;
+.reg .b32 bit, at;
+and.b32 bit, $2, MASK;
+setp.ne.u32 upper, bit, 0;
+selp.b32 bit, 1, 0, upper;
+mad.lo.u32 at, $1, 2, bit;
+min.u32 $0, at, LAST;
+}
+"""
+# $0 sum, $1 its place in this CTA; into the same place of all CTAs
+_PUSH_TO = """
+mapa.shared::cluster.u32 at, $1, CTA;
+st.shared::cluster.b32 [at], $0;
+"""
+# $0 thread, $1 column's place, $2 target; rows of COUNT numbers
+_COLUMN = """
+{
+.reg .pred in;
+.reg .b32 at, v, s0, s1, s2, s3;
+setp.lt.u32 in, $0, COUNT;
+mov.b32 s0, 0;
+mov.b32 s1, 0;
+mov.b32 s2, 0;
+mov.b32 s3, 0;
+mad.lo.u32 at, $0, 4, $1;
+LOADS
+add.f32 s0, s0, s1;
+add.f32 s2, s2, s3;
+add.f32 s0, s0, s2;
+mad.lo.u32 at, $0, 4, $2;
+@in st.shared.b32 [at], s0;
+}
+"""
+
+
+def warp_totals(reg: common.Registers, values: Sequence[Any]) -> tuple[Any, Any]:
+    """Each lane's one total over the warp of one of at most 32 numbers per thread, and which.
+
+    Halves the list five times: two lanes trade, each keeps one of two sums. 20 numbers take 22
+    exchanges in place of 100. Lanes that keep the same sum have the same bits.
+    """
+    thread, sizes = reg.thread(), []
+    values = list(values)
+    for step in range(5):
+        mask = str(1 << step)
+        sizes.append(len(values))
+        pairs = zip(values[0:-1:2], values[1::2], strict=True)
+        rest = values[-1:] if len(values) % 2 else []
+        trade, across = _TRADE.replace("MASK", mask), _ACROSS.replace("MASK", mask)
+        values = [reg.ptx(trade, a, b, thread, results=1, kind=reg.f32)[0] for a, b in pairs]
+        values += [reg.ptx(across, v, results=1, kind=reg.f32)[0] for v in rest]
+    index = reg.constant(0)
+    for step in reversed(range(5)):
+        kept = _KEPT.replace("MASK", str(1 << step)).replace("LAST", str(sizes[step] - 1))
+        (index,) = reg.ptx(kept, index, thread, results=1)
+    return values[0], index
+
+
+def push(
+    sums: Callable[..., Sequence[Any]],
+    operands: Sequence[jax.Array],
+    layout: Any,
+    into: Any,
+    part: Any,
+    parts: int,
+    twin: Callable[..., Sequence[jax.Array]] | None,
+) -> None:
+    """Sums over this CTA, one per warp, into `into` [4 parts, sums] of all CTAs of the cluster.
+
+    `sums(reg, *fragments)` gives a thread's own numbers (f32 registers) of operands of `layout`;
+    `part` is this CTA's number. The interpreter, where the parts are warpgroups of one CTA, stores
+    what `twin(*operands)` gives; on a GPU there is none.
+    """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    mine = into.at[pl.ds(part * WARPS, WARPS)]
+    if twin is not None:
+        mine[...] = jnp.pad(jnp.stack(twin(*operands))[None], ((0, WARPS - 1), (0, 0)))
+        return
+    count = into.shape[1]
+
+    def code(_: Any, ref: Any, *fragments: Any) -> None:
+        reg = common.Registers()
+        value, index = warp_totals(reg, sums(reg, *fragments))
+        warp = reg.ptx("shr.u32 $0, $1, 5;", reg.thread(), results=1)[0]
+        at = reg.add(reg.mul(warp, count), index)
+        at = reg.add(reg.shared_address(ref), reg.mul(at, 4))
+        stores = "".join(_PUSH_TO.replace("CTA", str(cta)) for cta in range(parts))
+        reg.ptx("{\n.reg .b32 at;" + stores + "}", value, at, volatile=True)
+
+    types = (plgpu.RefType(), *(layout for _ in operands))
+    plgpu.inline_mgpu(arg_types=types)(code)(mine, *operands)
+
+
+def totals(pushed: Any, into: Any, interpret: bool) -> list[jax.Array]:
+    """The columns' sums of `pushed` f32 [4 parts, sums], as scalars; `into` f32 [sums] is scratch.
+
+    For one warpgroup, after the barrier that follows `push`.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    rows, count = pushed.shape
+    if interpret:
+        added = jnp.sum(pushed[...], axis=0)
+        return [added[i] for i in range(count)]
+
+    def code(_: Any, source: Any, target: Any) -> None:
+        reg = common.Registers()
+        loads = "".join(
+            f"@in ld.shared.b32 v, [at+{4 * count * r}];\nadd.f32 s{r % 4}, s{r % 4}, v;\n"
+            for r in range(rows)
+        )
+        text = _COLUMN.replace("LOADS", loads).replace("COUNT", str(count))
+        at = reg.shared_address(source), reg.shared_address(target)
+        reg.ptx(text, reg.thread(), *at, volatile=True)
+        reg.barrier()
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 2)(code)(pushed, into)
+    return [into[i] for i in range(count)]

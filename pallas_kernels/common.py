@@ -6,13 +6,15 @@ lowering semantics; the default changed between JAX versions, so `params` always
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 MINIMUM_JAX = (0, 11, 2)  # warpgroup lowering by default, written Refs aliased under jit
-KERNELS: tuple[str, ...] = ()  # stages that have a kernel
 MAX_ROWS = 64
 BUCKETS = (8, 16, 32, 64)  # widths of the tensor-core operand that holds the rows
 SHARED_MEMORY = 232448  # bytes one CTA may use on sm_90 and sm_100
@@ -27,8 +29,6 @@ def unmet_conditions() -> list[str]:
     kinds = sorted({d.platform for d in jax.devices()})
     if kinds != ["gpu"]:
         reasons.append(f"devices found: {', '.join(kinds)}; kernels need an NVIDIA GPU")
-    if not KERNELS:
-        reasons.append("this version has no specialised kernels")
     return reasons
 
 
@@ -141,6 +141,90 @@ def layer_operand(layer: int | jax.Array) -> jax.Array:
 def round_up(n: int, multiple: int) -> int:
     """The smallest multiple that is not below `n`."""
     return -(-n // multiple) * multiple
+
+
+def prefetch_limits(prefetch: Sequence[tuple[jax.Array, Any]]) -> list[str]:
+    """Unmet conditions of stacks that `prefetch_operands` is to take."""
+    out: list[str] = []
+    for i, (stack, _) in enumerate(prefetch):
+        name = f"prefetch[{i}]"
+        expect(out, f"rank of {name}", stack.ndim, "2 or more (layers, ..)", stack.ndim >= 2)
+        if stack.ndim >= 2:
+            size = _row_bytes(stack)
+            expect(out, f"row of {name}", f"{size} bytes", "a multiple of 16", size % 16 == 0)
+    return out
+
+
+def _row_bytes(stack: Any) -> int:
+    return math.prod(stack.shape[2:]) * jnp.dtype(stack.dtype).itemsize
+
+
+def prefetch_operands(prefetch: Sequence[tuple[jax.Array, Any]]) -> list[jax.Array]:
+    """Kernel operands for `prefetch_layers`: for each stack [L, rows, ..] its layer, then itself.
+
+    Stacking the numbers would be another kernel.
+    """
+    return [operand for stack, layer in prefetch for operand in (layer_operand(layer), stack)]
+
+
+def prefetch_layers(
+    operands: Sequence[Any], share: Any, shares: int, most: int, interpret: bool
+) -> None:
+    """One of `shares` equal parts of the stacks' layers towards L2, `most` bytes in all at most.
+
+    `operands` are the refs of `prefetch_operands`; the stacks are taken in their order.
+    """
+    from jax.experimental import pallas as pl
+
+    for layer, stack in zip(operands[::2], operands[1::2], strict=True):
+        rows = min(stack.shape[1], most // _row_bytes(stack))
+        most -= rows * _row_bytes(stack)
+        if rows:
+            part = stack.at[layer[0]].at[pl.ds(0, rows)]
+            prefetch_l2(part, share, shares, interpret)
+
+
+def prefetch_l2(ref: Any, share: Any, shares: int, interpret: bool) -> None:
+    """One of `shares` equal parts, in whole rows, of a contiguous global ref [rows, ..] towards L2.
+
+    A hint: nothing waits for it, and nothing depends on it. The interpreter does nothing. The last
+    parts may overlap.
+    """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if interpret:
+        return
+    rows = ref.shape[0]
+    per = -(-rows // shares)
+    size = per * math.prod(ref.shape[1:]) * jnp.dtype(ref.dtype).itemsize
+
+    def code(_: Any, part: Any) -> None:
+        reg = Registers()
+        first, thread = reg.global_address(part), reg.thread()
+        for at in range(0, size, _PREFETCH_PIECE):
+            piece = str(min(_PREFETCH_PIECE, size - at))
+            text = _PREFETCH.replace("PLACE", str(at)).replace("PIECE", piece)
+            reg.ptx(text, thread, first, volatile=True)
+
+    start = jnp.minimum(share * per, rows - per)
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(code)(ref.at[pl.ds(start, per)])
+
+
+_PREFETCH_PIECE = 32768  # bytes one instruction asks for
+# $0 thread, $1 address
+_PREFETCH = """
+{
+.reg .pred one;
+setp.eq.u32 one, $0, 0;
+@one cp.async.bulk.prefetch.L2.global [$1+PLACE], PIECE;
+}
+"""
+
+
+def literal(value: float) -> str:
+    """An f32 number as PTX writes it."""
+    return f"0f{int(np.float32(value).view(np.uint32)):08X}"
 
 
 def store_partial_sums(value: jax.Array, into: Any, interpret: bool) -> None:
@@ -286,6 +370,30 @@ class Registers:
     def mul(self, a: Any, b: Any) -> Any:
         """i32 product; `b` may be a Python integer."""
         return self.arith.muli(a, self.constant(b) if isinstance(b, int) else b)
+
+    def wide_add(self, address: Any, offset: Any) -> Any:
+        """A 64-bit address plus an i32 offset, taken as unsigned."""
+        i64 = self.ir.IntegerType.get_signless(64)
+        (wide,) = self.ptx("cvt.u64.u32 $0, $1;", offset, results=1, kind=i64)
+        return self.arith.addi(address, wide)
+
+    def vector_of(self, words: Any, kind: Any) -> Any:
+        """i32 registers, in order, as one vector register of type `kind`."""
+        both = self.llvm.mlir_undef(self.ir.VectorType.get((len(words),), self.i32))
+        for i, word in enumerate(words):
+            both = self.llvm.insertelement(both, word, self.constant(i))
+        return self.llvm.bitcast(kind, both)
+
+    def words(self, register: Any) -> list[Any]:
+        """The i32 parts of a vector register of bf16 numbers."""
+        count = register.type.shape[0] // 2
+        whole = self.llvm.bitcast(self.ir.VectorType.get((count,), self.i32), register)
+        return [self.llvm.extractelement(whole, self.constant(i)) for i in range(count)]
+
+    def elements(self, register: Any) -> list[Any]:
+        """The numbers of a vector register."""
+        count = register.type.shape[0]
+        return [self.llvm.extractelement(register, self.constant(i)) for i in range(count)]
 
     def as_type(self, word: Any, kind: Any) -> Any:
         """A 32-bit register as another type of 32 bits."""

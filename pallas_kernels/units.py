@@ -191,7 +191,7 @@ setp.ge.u32 in, lane, DISTANCE;
 @in add.u32 out, out, other;
 """
 # $0 sum over all threads before this one; $1 sum up to this one in its warp, $2 own, $3 thread,
-# $4 the warps' sums, $5 where the total goes
+# $4 the warps' sums, $5 where the total goes, if $6 is 0
 _OFFSET = """
 {
 .reg .b32 out;
@@ -201,7 +201,7 @@ shr.u32 warp, $3, 5;
 sub.u32 out, $1, $2;
 mov.b32 total, 0;
 PARTS
-setp.eq.u32 one, $3, 0;
+setp.eq.u32 one, $6, 0;
 @one st.global.b32 [$5], total;
 mov.b32 $0, out;
 }
@@ -221,7 +221,7 @@ mad.lo.u32 at, $0, 4, $1;
 @in st.shared.b32 [at], $2;
 }
 """
-# $0 pair, $1 id, $2 bits, $3 table
+# $0 pair, $1 id, $2 bits, $3 table, $4 first units
 _PLACE = """
 {
 .reg .pred in, high, lead;
@@ -231,7 +231,8 @@ setp.lt.u32 in, $0, PAIRS;
 mad.lo.u32 at, $1, 4, $2;
 ld.shared.b32 low, [at];
 ld.shared.b32 up, [at+HIGH];
-ld.shared.b32 unit, [at+UNITS];
+mad.lo.u32 at, $1, 4, $4;
+ld.shared.b32 unit, [at];
 div.u32 row, $0, CHOSEN;
 setp.ge.u32 high, row, 32;
 and.b32 v, row, 31;
@@ -262,29 +263,39 @@ add.u64 to, to, line;
 """
 
 
-def _registers(ids: Any, count: Any, table: Any, words: Any, n: int, k: int, experts: int) -> None:
-    reg = common.Registers()
-    thread = reg.thread()
-    bits = reg.shared_address(words)
-    units, sums = reg.add(bits, 8 * experts), reg.add(bits, 12 * experts)
+def _filled(text: str, n: int, k: int, experts: int) -> str:
     names = {"PAIRS": n * k, "CHOSEN": k, "EXPERTS": experts, "HIGH": 4 * experts}
-    names |= {"UNITS": 8 * experts, "COLUMN": "row" if n <= COLUMNS else "slot"}
+    for name, value in names.items():
+        text = text.replace(name, str(value))
+    return text.replace("COLUMN", "row" if n <= COLUMNS else "slot")
 
-    def filled(text: str, **more: Any) -> str:
-        for name, value in (names | more).items():
-            text = text.replace(name, str(value))
-        return text
 
-    for first in range(0, 2 * experts, 128):
-        reg.ptx(filled(_CLEAR, COUNT=2 * experts), reg.add(thread, first), bits, volatile=True)
-    reg.barrier()
-    pairs = [reg.add(thread, first) for first in range(0, n * k, 128)]
-    source, collect = reg.global_address(ids), filled(_COLLECT)
-    chosen = [reg.ptx(collect, p, source, bits, results=1, volatile=True)[0] for p in pairs]
-    reg.barrier()
+def clear(reg: common.Registers, bits: Any, experts: int, thread: Any, threads: int) -> None:
+    """Empty sets of rows at shared address `bits`, i32 [2 experts]; no barrier."""
+    for first in range(0, 2 * experts, threads):
+        text = _CLEAR.replace("COUNT", str(2 * experts))
+        reg.ptx(text, reg.add(thread, first), bits, volatile=True)
+
+
+def first_units(
+    reg: common.Registers,
+    bits: Any,
+    firsts: Any,
+    sums: Any,
+    total: Any,
+    who: Any,
+    experts: int,
+) -> None:
+    """From the rows' bits each expert's first unit, i32 [experts] at shared address `firsts`.
+
+    By one warpgroup, with a barrier at the end; `sums` are four shared words. The thread with `who`
+    0 writes the number of units to global address `total`.
+    """
+    thread = reg.thread()
+    count, place = _filled(_COUNT, 0, 0, experts), _filled(_FIRST, 0, 0, experts)
     each = -(-experts // 128)
     mine = [reg.add(reg.mul(thread, each), j) for j in range(each)]
-    numbers = [reg.ptx(filled(_COUNT), e, bits, results=1, volatile=True)[0] for e in mine]
+    numbers = [reg.ptx(count, e, bits, results=1, volatile=True)[0] for e in mine]
     own = numbers[0]
     for number in numbers[1:]:
         own = reg.add(own, number)
@@ -296,12 +307,41 @@ def _registers(ids: Any, count: Any, table: Any, words: Any, n: int, k: int, exp
         _OFFSET_PART.replace("PLACE", str(4 * w)).replace("NUMBER", str(w)) for w in range(4)
     )
     offset = _OFFSET.replace("PARTS", parts)
-    total_at = reg.global_address(count)
-    (unit,) = reg.ptx(offset, upto, own, thread, sums, total_at, results=1, volatile=True)
+    (unit,) = reg.ptx(offset, upto, own, thread, sums, total, who, results=1, volatile=True)
     for e, number in zip(mine, numbers, strict=True):
-        reg.ptx(filled(_FIRST), e, units, unit, volatile=True)
+        reg.ptx(place, e, firsts, unit, volatile=True)
         unit = reg.add(unit, number)
     reg.barrier()
+
+
+def place(
+    reg: common.Registers,
+    pair: Any,
+    expert: Any,
+    bits: Any,
+    firsts: Any,
+    table: Any,
+    sizes: tuple[int, int, int],
+) -> None:
+    """Write a pair into its unit in the table at a global address; none if it is beyond N k.
+
+    `sizes` are N, k and the number of experts.
+    """
+    reg.ptx(_filled(_PLACE, *sizes), pair, expert, bits, table, firsts, volatile=True)
+
+
+def _registers(ids: Any, count: Any, table: Any, words: Any, n: int, k: int, experts: int) -> None:
+    reg = common.Registers()
+    thread = reg.thread()
+    bits = reg.shared_address(words)
+    firsts, sums = reg.add(bits, 8 * experts), reg.add(bits, 12 * experts)
+    clear(reg, bits, experts, thread, 128)
+    reg.barrier()
+    pairs = [reg.add(thread, first) for first in range(0, n * k, 128)]
+    source, collect = reg.global_address(ids), _filled(_COLLECT, n, k, experts)
+    chosen = [reg.ptx(collect, p, source, bits, results=1, volatile=True)[0] for p in pairs]
+    reg.barrier()
+    first_units(reg, bits, firsts, sums, reg.global_address(count), thread, experts)
     to = reg.global_address(table)
     for pair, expert in zip(pairs, chosen, strict=True):
-        reg.ptx(filled(_PLACE), pair, expert, bits, to, volatile=True)
+        place(reg, pair, expert, bits, firsts, to, (n, k, experts))

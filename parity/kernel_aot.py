@@ -24,7 +24,7 @@ TARGETS = {  # cores, compute capability, L2 and memory bytes, name
     "h200": (132, (9, 0), 62914560, 150 << 30, "NVIDIA H200"),
     "gb300": (152, (10, 3), 135528448, 276 << 30, "NVIDIA GB300"),
 }
-MAY_SPILL = {"k3_attn_res"}  # sources are kept in registers; some spill to L1, by design
+MAY_SPILL: set[str] = set()  # kernels that keep more than the registers hold, by design
 
 
 def plugin_folder() -> Path | None:
@@ -65,7 +65,7 @@ def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels import attn_res, experts, latent_up, mxfp4, route, skinny
+    from pallas_kernels import attn_res, experts, kda, latent_up, mxfp4, route, skinny
 
     bf16, f32, i32 = jnp.bfloat16, jnp.float32, jnp.int32
     situ = (4.0, 25.0)
@@ -100,6 +100,7 @@ def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
             lambda p, b, c, d, *ws: attn_res.attn_res(p, b, c, d, *ws, eps=1e-5, snapshot=True),
             (row, s(bf16, m, 8, 7168), layer, row, wide, wide, wide),
         )
+        out |= _small_cases(m)
         for ranks in (16, 8):
             width, z, e = 3072 // ranks, 3584, 896
             w13 = s(jnp.uint32, 2, e * width // 32, mxfp4.tile_lines(z), 32)
@@ -108,7 +109,52 @@ def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
                 lambda *a, width=width: experts.experts(*a, width=width, betas=situ),
                 (s(bf16, m, z), s(i32, m, 16), s(f32, m, 16), w13, w2, layer),
             )
+    for batch, tokens, commit in ((1, 1, True), (1, 8, False), (64, 1, True), (8, 8, False)):
+        out[f"kda.tp16.batch{batch}.tokens{tokens}"] = (
+            lambda *a, commit=commit: kda.kda(
+                *a[:3], kda.Weights(*a[3:8]), a[8], kda.Rows(*a[9:]),
+                eps=1e-5, lower_bound=-5.0, commit=commit,
+            ),
+            (
+                s(bf16, batch * tokens, 3208), s(f32, 2, batch, 6, 128, 128),
+                s(bf16, 2, batch, 3, 2304), s(bf16, 2, 768, 128), s(f32, 2, 2304, 4),
+                s(f32, 2, 6), s(f32, 2, 768), s(f32, 2, 128), layer, *[s(i32, batch)] * 3,
+            ),
+        )  # fmt: skip
     return out
+
+
+def _small_cases(m: int) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """What stands between a layer's products, for m rows."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels import attn_res, topk
+
+    bf16, f32, i32 = jnp.bfloat16, jnp.float32, jnp.int32
+
+    def s(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    layer, row, later = s(i32), s(bf16, m, 7168), s(bf16, 2, 768, 7168)
+    weights = s(bf16, 2, 7168), s(bf16, 2, 1, 7168), s(bf16, 2, 7168)
+    logits, bias = s(f32, m, 896), s(f32, 2, 896)
+    return {
+        f"attn_res.two_deltas.prefetch.rows{m}": (
+            lambda p, b, c, d, e, i, w, *ws: attn_res.attn_res(
+                p, b, c, d, *ws, eps=1e-5, shared=e, layer=i, prefetch=[(w, i), (w, 0)]
+            ),
+            (row, s(bf16, m, 8, 7168), layer, row, s(f32, m, 7168), layer, later, *weights),
+        ),
+        f"topk.rows{m}": (
+            lambda x, b, i: topk.topk(x, b, i, k=16, scaling=2.5),
+            (logits, bias, layer),
+        ),
+        f"topk.prefetch.rows{m}": (
+            lambda x, b, i, w: topk.topk(x, b, i, k=16, scaling=2.5, prefetch=[(w, i)]),
+            (logits, bias, layer, later),
+        ),
+    }
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 import jax_impl.ops.experts as experts_module
-from jax_impl.backend import AUTO
+from jax_impl.backend import STAGES, Backend
 from jax_impl.config import RunConfig
 from jax_impl.ops import attn_res, kda, mla, mxfp4, norm, router, situ
 from jax_impl.stages import standard
@@ -191,7 +191,7 @@ MUTANTS: tuple[Mutant, ...] = (
         in_table=False,
     ),
     Mutant(
-        "KDA state not committed", "layer:3", ((standard, "kda_commit", wrong.never_commits),),
+        "KDA state not committed", "layer:3", ((standard, "_commit_layer", wrong.never_commits),),
         in_table=False,
     ),
     Mutant(
@@ -283,7 +283,7 @@ def _run(check: str, recorded: Path, *, wrong_blocks: bool = False) -> Iterator[
 
 def _backend():
     """The stage table with the functions that `standard` holds at this moment."""
-    return type(AUTO)(**{name: getattr(standard, name) for name in AUTO._fields})
+    return Backend(**{name: getattr(standard, name) for name in STAGES})
 
 
 def _fresh(static: Static, starts_block: bool):

@@ -11,7 +11,7 @@ from pallas_kernels import attn_res, common
 from parity.kernel_env import needs_interpreter, same
 
 D, BANK = 512, 3
-TUNING = attn_res.Tuning(warpgroups=2)
+TUNING = attn_res.Tuning(parts=2)
 
 
 def operands(rng, rows, count, dtype):
@@ -30,9 +30,11 @@ def operands(rng, rows, count, dtype):
         (2, 0, {"snapshot": True}),
         (3, 2, {}),
         (1, BANK, {"reset": True}),
+        (13, 1, {}),
     ],
 )
-def test_attn_res(rows, count, kw):
+@pytest.mark.parametrize("two", [False, True])
+def test_attn_res(rows, count, kw, two):
     """Against the standard stages' formulas; what lies beyond `count` is NaN."""
     rng = np.random.default_rng(rows)
     dtype = jnp.float32 if kw.get("reset") else jnp.bfloat16
@@ -40,9 +42,13 @@ def test_attn_res(rows, count, kw):
     if rows > 1:
         prefix = prefix.at[0].set(jnp.nan)
     args = prefix, snapshots, jnp.int32(count), delta, *weights
-    x, new, bank = attn_res.attn_res(*args, eps=1e-5, tuning=TUNING, interpret=True, **kw)
     nx = Numerics()
-    added = nx.round(f32(delta)) if kw.get("reset") else nx.round(f32(prefix) + f32(delta))
+    added = nx.round(f32(delta))
+    if two:
+        kw = kw | {"shared": jnp.asarray(rng.standard_normal((rows, D)), jnp.float32)}
+        added = nx.round(f32(added) + f32(nx.round(kw["shared"])))
+    x, new, bank = attn_res.attn_res(*args, eps=1e-5, tuning=TUNING, interpret=True, **kw)
+    added = added if kw.get("reset") else nx.round(f32(prefix) + f32(added))
     mixed = standard(nx, added, snapshots, count, weights[0], weights[1], 1e-5)
     same(x, rmsnorm(nx, mixed, weights[2], 1e-5), 1e-3)
     same(new, added, 0.0, "max_abs")
@@ -53,10 +59,47 @@ def test_attn_res(rows, count, kw):
     assert not common.races_found()
 
 
+@needs_interpreter
+def test_weights_of_a_layer():
+    args = operands(np.random.default_rng(2), 2, 1, jnp.bfloat16)
+    stacks = [jnp.stack([w * jnp.nan, w]) for w in args[4:]]
+    call = dict(eps=1e-5, tuning=TUNING, interpret=True)
+    got = attn_res.attn_res(*args[:4], *stacks, layer=jnp.int32(1), **call)
+    for a, b in zip(got, attn_res.attn_res(*args, **call), strict=True):
+        same(a, b, 0.0, "max_abs")
+    for a, b in zip(got, attn_res.reference(*args[:4], *stacks, eps=1e-5, layer=1), strict=True):
+        same(a, b, 1e-3)
+    assert not common.races_found()
+
+
+@needs_interpreter
+def test_prefetching_clusters_change_nothing():
+    rng = np.random.default_rng(1)
+    args = operands(rng, 2, 1, jnp.bfloat16)
+    stack = jnp.zeros((3, 40, 64), jnp.bfloat16)
+    call = dict(eps=1e-5, tuning=TUNING, interpret=True)
+    plain = attn_res.attn_res(*args, **call)
+    ahead = attn_res.attn_res(*args, **call, prefetch=[(stack, jnp.int32(2)), (stack, 0)])
+    for got, want in zip(ahead, plain, strict=True):
+        same(got, want, 0.0, "max_abs")
+    assert not common.races_found()
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 13, 64])
+@pytest.mark.parametrize("d", [256, 512, 2048, 7168])
+def test_default_tuning_meets_the_limits(rows, d):
+    wide = jnp.zeros((rows, d), jnp.bfloat16)
+    assert attn_res.limits(wide, jnp.zeros((rows, 8, d), jnp.bfloat16), wide) == []
+
+
 def test_limits_name_found_and_expected():
     wide = jnp.zeros((65, 100), jnp.bfloat16)
-    reasons = attn_res.limits(wide, jnp.zeros((65, 2, 100), jnp.bfloat16), wide, tuning=TUNING)
+    bank, half = jnp.zeros((65, 2, 100), jnp.bfloat16), jnp.zeros((65, 100), jnp.float16)
+    odd = jnp.zeros((2, 3, 5), jnp.bfloat16)
+    reasons = attn_res.limits(wide, bank, wide, shared=half, prefetch=[(odd, 0)], tuning=TUNING)
     assert reasons == [
         "rows: found 65, expected 1..64",
-        "width: found 100, expected a multiple of 256",
+        "width: found 100, expected 2 times one of (1024, 512, 256)",
+        "dtype of shared: found float16, expected float32",
+        "row of prefetch[0]: found 10 bytes, expected a multiple of 16",
     ]

@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import attn_res, experts, latent_up, mxfp4, route, skinny, units
+from pallas_kernels import attn_res, experts, kda, latent_up, mxfp4, route, skinny, units
 from parity.kernel_env import needs_gpu, same
+from parity.kernel_inputs import kda_inputs
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
 SITU = (4.0, 25.0)
@@ -146,7 +147,7 @@ def test_experts(n, width, wide):
 
 def test_layer_beyond_two_to_the_31():
     """The index of the last layer's last expert exceeds 2^31 elements (u32 and bytes)."""
-    width, z, e, layers = 192, 3584, 896, 10
+    width, z, e, layers = 192, 3584, 896, 12
     per13, per2 = mxfp4.tile_lines(z) * 32 * 6, mxfp4.tile_lines(width) * 32 * 56
     assert layers * e * per13 > 2**31
     one = [
@@ -182,3 +183,27 @@ def test_attn_res(rows, count, kw):
     same(got[0], want[0], 2e-3)
     same(got[1], want[1], 0.0, "max_abs")
     same(got[2], want[2], 0.0, "max_abs")
+
+
+@pytest.mark.parametrize("commit", [True, False])
+@pytest.mark.parametrize(
+    ("heads", "batch", "tokens"), [(6, 1, 1), (6, 1, 8), (12, 8, 8), (6, 64, 1)]
+)
+def test_kda(heads, batch, tokens, commit):
+    fused, state, window, weights, rows = kda_inputs(tokens, heads, batch, slots=batch + 2)
+    settings = dict(eps=1e-5, lower_bound=-5.0, commit=commit)
+    want = kda.reference(fused, state, window, weights, 1, rows, **settings)
+    real = np.arange(tokens)[None] < np.asarray(rows.count)[:, None]
+    call = jax.jit(
+        lambda *a: kda.kda(*a[:3], kda.Weights(*a[3:8]), 1, kda.Rows(*a[8:]), **settings)
+    )
+    got = call(fused, state, window, *weights, *rows)
+    again = call(fused, state, window, *weights, *rows)
+    for i, (a, b, c) in enumerate(zip(got, want, again, strict=True)):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        assert bool(jnp.all((a == c) | jnp.isnan(a))), "replay differs"
+        if i == 0 or not commit:
+            a, b = (v.reshape(*real.shape, -1)[real] for v in (a, b))
+            same(a, b, 4e-3 if i == 0 else 1e-5)
+        else:
+            same(a, b, 1e-5 if i == 1 else 0.0, "rel_l2" if i == 1 else "max_abs")

@@ -58,12 +58,16 @@ def test_every_accepted_count_commits_what_plain_decoding_has(models, plain, com
 def mutant_backend():
     """A commit that is wrong as the first sequence's seed says: +1, -1, or no commit in layer 1."""
 
-    def commit(static, layer, pending, count, inputs, state, window):
+    def commit(static, pending, count, inputs, state, window):
         kind = inputs.seed[0]
         wrong = count + jnp.where(kind == 1, 1, 0) - jnp.where(kind == 2, 1, 0)
-        wrong = jnp.where((kind == 3) & (layer == 1), 0, wrong)
         wrong = jnp.minimum(wrong, inputs.tokens.shape[1])
-        return AUTO.kda_commit(static, layer, pending, wrong, inputs, state, window)
+        right = AUTO.kda_commit(static, pending, wrong, inputs, state, window)
+        skipped = [
+            jnp.where(kind == 3, old[1], new[1])
+            for old, new in zip((state, window), right, strict=True)
+        ]
+        return tuple(new.at[1].set(layer) for new, layer in zip(right, skipped, strict=True))
 
     return AUTO._replace(kda_commit=commit)
 

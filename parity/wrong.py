@@ -205,6 +205,6 @@ def snapshot_before_mix(
     return x, after, early
 
 
-def never_commits(original, static, layer, pending, count, inputs, state, window) -> Any:
+def never_commits(original, layer, pending, count, inputs, state, window) -> Any:
     """KDA state and window are not written back."""
     return state, window

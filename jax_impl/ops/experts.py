@@ -22,6 +22,39 @@ class ExpertWeights(NamedTuple):
     w2_packed: jax.Array  # u8 [E, Z, m/2]
     w2_scale: jax.Array  # u8 [E, Z, m/32]
 
+    @property
+    def number(self) -> int:
+        """Experts held here."""
+        return self.w13_packed.shape[0]
+
+    def chosen(self, ids: jax.Array) -> ExpertWeights:
+        """Those of `ids`, each in 0..E-1, with the shape of `ids` in place of E."""
+        return ExpertWeights(*(a[ids] for a in self))
+
+
+class PackedExperts(NamedTuple):
+    """The same bytes in the order in which the kernels read them (`pallas_kernels.experts`)."""
+
+    w13_tiles: jax.Array  # u32 [E 2m/64, lines, 32]
+    w2_tiles: jax.Array  # u32 [E Z/64, lines, 32]
+    width: int  # m
+    latent: int  # Z
+
+    @property
+    def number(self) -> int:
+        """Experts held here."""
+        return self.w2_tiles.shape[0] // (self.latent // TILE_ROWS)
+
+    def chosen(self, ids: jax.Array) -> ExpertWeights:
+        """Those of `ids` in the checkpoint's order."""
+        from pallas_kernels.experts import unpack
+
+        tiles = [a.reshape(self.number, -1, *a.shape[1:])[ids] for a in self[:2]]
+        found = unpack(*tiles, width=self.width, latent=self.latent)
+        return ExpertWeights(*found)
+
+
+TILE_ROWS = 64  # of a packed tile
 
 # Up to this many (row, expert) pairs each pair gathers its own expert; beyond it, rows are grouped
 # by expert. The gathered form writes pairs x 3mZ dequantised numbers, the grouped one a single
@@ -35,7 +68,7 @@ def routed_experts(
     latent: Float[Array, "N Z"],
     ids: Int[Array, "N k"],
     weights: Float[Array, "N k"],
-    w: ExpertWeights,
+    w: ExpertWeights | PackedExperts,
     betas: tuple[float, float],
 ) -> Float[Array, "N Z"]:
     """Weighted sum over the chosen experts, f32 and not rounded (ranks' shares are summed first).
@@ -44,8 +77,8 @@ def routed_experts(
     are another rank's experts and add nothing.
     """
     form = gathered if ids.size <= GATHER_PAIRS else grouped
-    here = (ids >= 0) & (ids < w.w13_packed.shape[0])
-    r = form(nx, latent, jnp.where(here, ids, w.w13_packed.shape[0]), w, betas)
+    here = (ids >= 0) & (ids < w.number)
+    r = form(nx, latent, jnp.where(here, ids, w.number), w, betas)
     return jnp.sum(jnp.where(here[..., None], f32(r) * weights[..., None], 0.0), axis=1)
 
 
@@ -53,14 +86,14 @@ def gathered(
     nx: Numerics,
     latent: Float[Array, "N Z"],
     ids: Int[Array, "N k"],
-    w: ExpertWeights,
+    w: ExpertWeights | PackedExperts,
     betas: tuple[float, float],
 ) -> Float[Array, "N k Z"]:
     """Every (row, expert) pair with its own copy of the expert's weights.
 
     The pairs of id E compute something that the caller drops.
     """
-    mine = ExpertWeights(*(a[jnp.minimum(ids, a.shape[0] - 1)] for a in w))
+    mine = w.chosen(jnp.minimum(ids, w.number - 1))
     gate_up = nx.round(
         nx.einsum("nz,nkoz->nko", latent, dequantise(mine.w13_packed, mine.w13_scale))
     )
@@ -73,7 +106,7 @@ def grouped(
     nx: Numerics,
     latent: Float[Array, "N Z"],
     ids: Int[Array, "N k"],
-    w: ExpertWeights,
+    w: ExpertWeights | PackedExperts,
     betas: tuple[float, float],
 ) -> Float[Array, "N k Z"]:
     """The same, expert by expert: pairs sorted by expert, `BLOCK` of them per loop turn.
@@ -81,7 +114,7 @@ def grouped(
     Pairs of id E are sorted last and left at zero.
     """
     n, k = ids.shape
-    experts = w.w13_packed.shape[0]
+    experts = w.number
     flat = ids.reshape(-1)
     order = jnp.argsort(flat, stable=True)
     count = jnp.zeros(experts, jnp.int32).at[flat].add(1, mode="drop")
@@ -95,7 +128,7 @@ def grouped(
         pair = order[jnp.minimum(start[e] + within, n * k - 1)]
         # surplus rows of a block compute something harmless and are dropped on writing
         target = jnp.where(within < count[e], pair, n * k)
-        one = ExpertWeights(*(a[e] for a in w))
+        one = w.chosen(e)
         gate_up = nx.linear(latent[pair // k], dequantise(one.w13_packed, one.w13_scale))
         gate, up = jnp.split(gate_up, 2, axis=-1)
         h = situ(nx, gate, up, *betas)
@@ -103,5 +136,5 @@ def grouped(
         return out.at[target].set(r, mode="drop")
 
     # the sum with a weight makes the loop's start vary over the ranks where its result does
-    out = jnp.zeros((n * k, latent.shape[1]), nx.dtype) + 0 * w.w2_scale[0, 0, 0].astype(nx.dtype)
+    out = jnp.zeros((n * k, latent.shape[1]), nx.dtype) + 0 * w[0].ravel()[0].astype(nx.dtype)
     return lax.fori_loop(0, last_block[-1], turn, out).reshape(n, k, -1)

@@ -31,5 +31,16 @@ def situ_mlp(
     linear_beta: float,
 ) -> Float[Array, "*rows o"]:
     """Gated MLP: down · SiTU(gate x, up x); f32, not rounded (ranks' shares are summed first)."""
+    return nx.project(situ_hidden(nx, x, gate_up, beta, linear_beta), down)
+
+
+def situ_hidden(
+    nx: Numerics,
+    x: Float[Array, "*rows i"],
+    gate_up: Float[Array, "m2 i"],
+    beta: float,
+    linear_beta: float,
+) -> Float[Array, "*rows m"]:
+    """The first half of a gated MLP: SiTU(gate x, up x)."""
     gate, up = jnp.split(nx.linear(x, gate_up), 2, axis=-1)
-    return nx.project(situ(nx, gate, up, beta, linear_beta), down)
+    return situ(nx, gate, up, beta, linear_beta)

@@ -24,10 +24,10 @@ from jax_impl.numerics import f32
 from jax_impl.ops import kda as kda_ops
 from jax_impl.ops import mla as mla_ops
 from jax_impl.ops.attn_res import attn_res
-from jax_impl.ops.experts import ExpertWeights, routed_experts
+from jax_impl.ops.experts import ExpertWeights, PackedExperts, routed_experts
 from jax_impl.ops.norm import gated_rmsnorm, l2norm, rmsnorm
 from jax_impl.ops.router import choose_experts
-from jax_impl.ops.situ import situ_mlp
+from jax_impl.ops.situ import situ_hidden, situ_mlp
 from jax_impl.params import Dense, Kda, LayerNorms, Mla, Moe, Root
 from jax_impl.stages.draft import draft_block, draft_context, draft_markov  # noqa: F401  (stages)
 from jax_impl.stages.paged import positions, read_rows, write_rows
@@ -101,6 +101,8 @@ def kda(
     heads, width = c.kda_num_heads // static.ranks.size, c.kda_head_dim
     p = heads * width
     fused = nx.linear(x, w.in_proj).reshape(batch, tokens, -1)
+    # a bound in_proj may have rows of zeros behind the last
+    fused = fused[..., : 4 * p + width + heads]
     raw, gate, low_rank, strength = jnp.split(fused, [3 * p, 4 * p, 4 * p + width], axis=-1)
     z = nx.linear(low_rank, w.f_b_proj)
     old_state, old_window = _slot_contents(inputs, layer, state, window)
@@ -138,10 +140,26 @@ def _slot_contents(inputs: StepInputs, layer, state, window) -> tuple[jax.Array,
     )
 
 
+def kda_step(
+    static: Static,
+    w: Kda,
+    layer: int | jax.Array,
+    x: jax.Array,
+    inputs: StepInputs,
+    state: jax.Array,
+    window: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`kda`, and state and window take in all real tokens at once; nothing can be rejected.
+
+    Returns: heads [N, P] on this rank, state, window (in place).
+    """
+    heads, pending = kda(static, w, layer, x, inputs, state, window)
+    return heads, *_commit_layer(layer, pending, inputs.count, inputs, state, window)
+
+
 def kda_commit(
     static: Static,
-    layer: int | jax.Array,
-    pending: tuple[kda_ops.Records | kda_ops.Snapshots, jax.Array],
+    pending: list[tuple[kda_ops.Records | kda_ops.Snapshots, jax.Array]],
     count: jax.Array,
     inputs: StepInputs,
     state: jax.Array,
@@ -149,8 +167,22 @@ def kda_commit(
 ) -> tuple[jax.Array, jax.Array]:
     """Make state and window of each live slot those of its first `count` rows. In place.
 
-    Args: count i32 [B], 0..T; state [L, S, H, V, K], window [L, S, W, C]. Pad rows change nothing.
+    Args: what `kda` left, per KDA layer; count i32 [B], 0..T; state [L, S, H, V, K], window
+    [L, S, W, C]. Pad rows change nothing.
     """
+    for layer, kept in enumerate(pending):
+        state, window = _commit_layer(layer, kept, count, inputs, state, window)
+    return state, window
+
+
+def _commit_layer(
+    layer: int | jax.Array,
+    pending: tuple[kda_ops.Records | kda_ops.Snapshots, jax.Array],
+    count: jax.Array,
+    inputs: StepInputs,
+    state: jax.Array,
+    window: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
     records, raw = pending
     old_state, old_window = _slot_contents(inputs, layer, state, window)
     new_state = kda_ops.kept_state(old_state, records, count)
@@ -224,7 +256,7 @@ def _attend_spread(static: Static, q, kv, w_uk, w_uv, visible) -> jax.Array:
 def attn_out(
     static: Static,
     w: LayerNorms,
-    o_proj: jax.Array,
+    attention: Kda | Mla,
     heads: jax.Array,
     prefix: jax.Array,
     snapshots: jax.Array,
@@ -238,7 +270,7 @@ def attn_out(
     Returns: y [N, D], the new prefix [N, D].
     """
     nx = static.nx
-    a = nx.round(all_reduce(nx.project(heads, o_proj), static.ranks))
+    a = nx.round(all_reduce(nx.project(heads, attention.o_proj), static.ranks))
     prefix = a if starts_block else nx.round(f32(prefix) + f32(a))
     y = _mix_and_norm(
         static,
@@ -258,8 +290,16 @@ def dense(static: Static, w: Dense, y: jax.Array) -> jax.Array:
     return static.nx.round(all_reduce(partial, static.ranks))
 
 
-def route(static: Static, w: Moe, y: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Latent [N, Z], expert ids i32 [N, k] and expert weights f32 [N, k]. Crosses ranks."""
+def route(
+    static: Static, w: Moe, y: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+    """Everything that reads y: the choice of experts, their input, the shared experts' activation.
+
+    Crosses ranks.
+
+    Returns: latent [N, Z], expert ids i32 [N, k], expert weights f32 [N, k], and the shared
+    experts' hidden rows [N, M] on this rank.
+    """
     c, nx = static.config, static.nx
     logits, latent = all_gather_packed(
         (nx.project(y, w.gate), nx.linear(y, w.routed_expert_down_proj)), static.ranks
@@ -272,24 +312,27 @@ def route(static: Static, w: Moe, y: jax.Array) -> tuple[jax.Array, jax.Array, j
         c.topk_group,
         c.routed_scaling_factor,
     )
-    return latent, ids, weights
+    return latent, ids, weights, situ_hidden(nx, y, w.shared_gate_up_proj, *static.betas)
 
 
 def experts(
     static: Static,
     w: Moe,
-    y: jax.Array,
     latent: jax.Array,
     ids: jax.Array,
     weights: jax.Array,
+    hidden: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
     """This rank's share of the routed sum [N, Z] and of the shared experts [N, D], both f32."""
-    packed = ExpertWeights(w.w13_packed, w.w13_scale, w.w2_packed, w.w2_scale)
     if static.run.experts == "ep":  # ids of this rank's experts; others are out of range
         ids = ids - rank_index(static.ranks) * w.w13_packed.shape[0]
-    routed = routed_experts(static.nx, latent, ids, weights, packed, static.betas)
-    shared = situ_mlp(static.nx, y, w.shared_gate_up_proj, w.shared_down_proj, *static.betas)
-    return routed, shared
+    if w.w13_tiles is None:
+        mine = ExpertWeights(w.w13_packed, w.w13_scale, w.w2_packed, w.w2_scale)
+    else:
+        width = static.config.moe_intermediate_size // static.ranks.size
+        mine = PackedExperts(w.w13_tiles, w.w2_tiles, width, latent.shape[-1])
+    routed = routed_experts(static.nx, latent, ids, weights, mine, static.betas)
+    return routed, static.nx.project(hidden, w.shared_down_proj)
 
 
 def moe_out(static: Static, w: Moe, routed: jax.Array, shared: jax.Array) -> jax.Array:

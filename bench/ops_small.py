@@ -1,0 +1,102 @@
+"""Cases of the small kernels for `python -m bench.ops`: what stands between a layer's products."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from bench.ops import Problem, bf16_round, f64, normal
+
+
+def attn_res_case(m: int, count: int, ahead: bool, seed: int) -> Problem:
+    """The depth mixture as after a MoE layer: the delta in two parts; with `ahead` it prefetches.
+
+    Rows come from L2. The prefetched stack is walked through and read by nobody.
+    """
+    from jax_impl.numerics import Numerics, f32
+    from jax_impl.ops.attn_res import attn_res as mix
+    from jax_impl.ops.norm import rmsnorm
+    from pallas_kernels.attn_res import attn_res
+
+    nx, d, bank, layers = Numerics(), 7168, 8, 12
+    key = jax.random.key(seed)
+    shapes = [(m, d), (m, d), (d,), (1, d), (d,)]
+    prefix, delta, res_norm, res_proj, norm = (
+        normal(jax.random.fold_in(key, i), shape) for i, shape in enumerate(shapes)
+    )
+    res_proj = res_proj * 0.02
+    shared = jax.random.normal(jax.random.fold_in(key, 8), (m, d), jnp.float32)
+    snapshots = normal(jax.random.fold_in(key, 9), (m, bank, d))
+    stack = jnp.zeros((layers, 1096, d), jnp.bfloat16)  # 15.7 MB a layer
+    args = prefix, snapshots, jnp.int32(count), delta, res_norm, res_proj, norm
+
+    def kernel(layer: jax.Array, shared: jax.Array, stack: jax.Array, *args: Any) -> jax.Array:
+        prefetch = [(stack, layer)] if ahead else []
+        return attn_res(*args, eps=1e-5, shared=shared, prefetch=prefetch)[0]
+
+    def plain(prefix, snapshots, count, delta, res_norm, res_proj, norm, shared):
+        delta = nx.round(f32(delta) + f32(nx.round(shared)))
+        new = nx.round(f32(prefix) + f32(delta))
+        return rmsnorm(nx, mix(nx, new, snapshots, count, res_norm, res_proj, 1e-5), norm, 1e-5)
+
+    fast, standard = jax.jit(kernel), jax.jit(plain)
+
+    def exact(_: int, rows: np.ndarray) -> np.ndarray:
+        both = bf16_round(f64(delta) + bf16_round(f64(shared)))
+        s = np.concatenate([f64(snapshots)[:, :count], bf16_round(f64(prefix) + both)[:, None]], 1)
+        score = (s @ (f64(res_norm) * f64(res_proj)[0])) / np.sqrt((s * s).mean(-1) + 1e-5)
+        share = np.exp(score - score.max(-1, keepdims=True))
+        mixed = (share[..., None] / share.sum(-1)[:, None, None] * s).sum(1)
+        return (mixed / np.sqrt((mixed**2).mean(-1, keepdims=True) + 1e-5) * f64(norm))[rows]
+
+    return Problem(
+        lambda layer: fast(layer, shared, stack, *args),
+        2 * m * d * (count + 6),
+        layers,
+        exact,
+        lambda _: standard(*args, shared),
+        np.arange(m),
+    )
+
+
+def topk_case(m: int, seed: int) -> Problem:
+    """The router's choice and the units; compared are the weights, in the order of the ids."""
+    from jax_impl.ops.router import choose_experts
+    from pallas_kernels.topk import topk
+
+    e, k, layers, scaling = 896, 16, 12, 2.5
+    key = jax.random.key(seed)
+    logits = jax.random.normal(key, (m, e), jnp.float32)
+    bias = jax.random.normal(jax.random.fold_in(key, 1), (layers, e), jnp.float32) * 0.1
+    # all outputs leave the program, so that nothing of the kernel's work is dead
+    fast = jax.jit(lambda x, b, layer: topk(x, b, layer, k=k, scaling=scaling))
+    standard = jax.jit(lambda x, b: choose_experts(x, b, k, scaling=scaling)[1])
+
+    def exact(layer: int, rows: np.ndarray) -> np.ndarray:
+        score = 1 / (1 + np.exp(-f64(logits)[rows]))
+        order = np.argsort(-(score + f64(bias[layer])), axis=-1, kind="stable")[:, :k]
+        chosen = np.take_along_axis(score, order, axis=-1)
+        return chosen / chosen.sum(-1, keepdims=True) * scaling
+
+    return Problem(
+        lambda layer: fast(logits, bias, layer).weights,
+        4 * (m * e + e + 2 * m * k),
+        layers,
+        exact,
+        lambda layer: standard(logits, bias[layer]),
+        np.arange(m),
+    )
+
+
+def cases() -> dict[str, Callable[[], Problem]]:
+    """Every case by name."""
+    out: dict[str, Callable[[], Problem]] = {}
+    for m in (1, 8, 64):
+        for name, ahead in (("two_deltas", False), ("prefetch", True)):
+            out[f"attn_res.{name}.rows{m}"] = lambda m=m, a=ahead: attn_res_case(m, 8, a, 19)
+        out[f"topk.rows{m}"] = lambda m=m: topk_case(m, 23)
+    return out

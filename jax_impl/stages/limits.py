@@ -1,0 +1,76 @@
+"""What the kernels do not take of a model's sizes; nothing is allocated."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jax_impl.config import ModelConfig, RunConfig
+from pallas_kernels import attn_res, experts, kda, kda_commit, latent_up, mxfp4, route, skinny
+from pallas_kernels.skinny import Projection
+
+ROWS = (1, 64)
+
+
+def unmet(config: ModelConfig, run: RunConfig, ranks: int) -> list[str]:
+    """Every unmet condition of every kernel, once, with the stage that has it."""
+    found: list[str] = []
+    for rows in ROWS:
+        for stage, reasons in _stages(config, run, ranks, rows).items():
+            found += [f"{stage}: {reason}" for reason in reasons]
+    return list(dict.fromkeys(found))
+
+
+def _s(dtype, *shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _stages(c: ModelConfig, run: RunConfig, ranks: int, n: int) -> dict[str, list[str]]:
+    bf16, f32, i32 = jnp.bfloat16, jnp.float32, jnp.int32
+    d, z, heads = c.hidden_size, c.routed_expert_hidden_size, c.kda_num_heads // ranks
+    p, width = heads * c.kda_head_dim, c.moe_intermediate_size // ranks
+    shared, betas = c.shared_intermediate_size // ranks, (1.0, 1.0)
+    taps = c.short_conv_kernel_size
+    row, columns = _s(bf16, n, d), -(-(4 * p + c.kda_head_dim + heads) // 8) * 8
+    state = _s(f32, 1, n, heads, c.kda_head_dim, c.kda_head_dim)
+    window = _s(bf16, 1, n, taps - 1, 3 * p)
+    weights = kda.Weights(
+        _s(bf16, 1, p, c.kda_head_dim), _s(f32, 1, 3 * p, taps), _s(f32, 1, heads),
+        _s(f32, 1, p), _s(f32, 1, c.kda_head_dim),
+    )  # fmt: skip
+    index = kda.Rows(*[_s(i32, n)] * 3)
+    record = _s(f32, 1, n, 1, heads, c.kda_head_dim)
+
+    def product(x: jax.ShapeDtypeStruct, rows: int, **kw) -> list[str]:
+        return skinny.limits(x, [Projection(_s(bf16, 1, rows, x.shape[1]), **kw)])
+
+    out = {
+        "attn_in": attn_res.limits(row, _s(bf16, n, c.num_snapshots, d), row),
+        "kda": product(row, columns, out_dtype=bf16)
+        + kda.limits(_s(bf16, n, columns), state, window, weights, index),
+        "kda_commit": kda_commit.limits(
+            record, record, record, _s(bf16, 1, n, 1, 3 * p), state, window, index
+        ),
+        "attn_out": product(_s(bf16, n, p), d),
+        "dense": product(row, 2 * c.intermediate_size // ranks, situ=betas)
+        + product(_s(bf16, n, c.intermediate_size // ranks), d),
+        "route": route.limits(
+            row, _s(bf16, 1, c.num_experts // ranks, d), _s(bf16, 1, z // ranks, d),
+            _s(bf16, 1, 2 * shared, d), betas=betas,
+        ),
+        "moe_out": latent_up.limits(_s(bf16, n, z), _s(bf16, z), _s(bf16, 1, d // ranks, z)),
+        "logits": product(row, c.vocab_size // ranks, out_dtype=bf16),
+    }  # fmt: skip
+    out["experts"] = product(_s(bf16, n, shared), d)
+    if width % mxfp4.ROWS or z % mxfp4.ROWS:
+        out["experts"] += [
+            f"expert width {width} per rank and latent width {z}: expected multiples of 64"
+        ]
+    else:
+        tiles = c.num_experts * width // experts.HALF, c.num_experts * z // mxfp4.ROWS
+        out["experts"] += experts.limits(
+            _s(bf16, n, z), _s(i32, n, c.num_experts_per_token),
+            _s(jnp.uint32, 1, tiles[0], mxfp4.tile_lines(z), mxfp4.LINE),
+            _s(jnp.uint32, 1, tiles[1], mxfp4.tile_lines(width), mxfp4.LINE), width=width,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,423 @@
+"""Register code of `topk`: a row's choice by one warpgroup, and the units by a cluster.
+
+A candidate is 64 bits, the order-preserving form of its biased score above the complement of its
+number, so that the larger one comes first and no two are equal.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from pallas_kernels import common, units
+
+MAX_CHOSEN = 32  # groups that a bound is taken from
+
+
+class Sizes(NamedTuple):
+    """What `plan` needs to know."""
+
+    rows: int
+    experts: int
+    chosen: int  # per row
+    rounds: int  # rows of a warpgroup
+    at_once: int  # rows of all warpgroups at a time
+    ctas: int
+    warpgroups: int
+
+
+class _Places(NamedTuple):
+    """Offsets in bytes within a warpgroup's scratch memory."""
+
+    maxima: int  # u64 [128]: each thread's best
+    groups: int  # u64 [warps, 32]: best of each group, once for every warp
+    candidates: int  # u64 [experts + 8]
+    scores: int  # f32 [experts], in the candidates' order; later each expert's first unit
+    order: int  # f32 [32]: scores of the row's chosen
+    counter: int  # u32, and 12 bytes; later the warps' sums
+    chosen: int  # i32 [rounds, k]: their numbers
+    end: int
+
+
+def _places(experts: int, chosen: int, rounds: int) -> _Places:
+    sizes = 1024, 1024, 8 * experts + 64, 4 * experts, 4 * MAX_CHOSEN, 16, 4 * rounds * chosen
+    at = np.concatenate([[0], np.cumsum([common.round_up(size, 16) for size in sizes])])
+    return _Places(*map(int, at))
+
+
+def scratch_words(experts: int, chosen: int, rounds: int) -> int:
+    """Shared i32 words of a warpgroup."""
+    return _places(experts, chosen, rounds).end // 4
+
+
+# $0 key, $1 score; $2 1 + exp(-logit), $3 bias
+_SCORE = """
+{
+.reg .pred nan;
+.reg .b32 score, biased, mask;
+rcp.rn.f32 score, $2;
+add.rn.f32 biased, score, $3;
+setp.nan.f32 nan, biased, biased;
+selp.b32 biased, 0xFF800000, biased, nan;
+shr.s32 mask, biased, 31;
+or.b32 mask, mask, 0x80000000;
+xor.b32 $0, biased, mask;
+mov.b32 $1, score;
+}
+"""
+# $0, $1 the better of key $2, number $3 and (so far) $4, $5; the earlier one if they are equal
+_BETTER = """
+{
+.reg .pred more;
+.reg .b32 key, number;
+setp.gt.u32 more, $2, $4;
+selp.b32 key, $2, $4, more;
+selp.b32 number, $3, $5, more;
+mov.b32 $0, key;
+mov.b32 $1, number;
+}
+"""
+# $0 key, $1 number, $2 thread, $3 scratch
+_STORE_BEST = """
+{
+.reg .pred one;
+.reg .b32 at, back;
+not.b32 back, $1;
+mad.lo.u32 at, $2, 8, $3;
+st.shared.v2.b32 [at+MAXIMA], {back, $0};
+setp.eq.u32 one, $2, 0;
+@one st.shared.b32 [$3+COUNTER], 0;
+}
+"""
+# $0, $1 halves of the K-th best of the 32 groups' best; $2 thread, $3 scratch
+_BOUND = """
+{
+.reg .pred more, here;
+.reg .b32 lane, at, count, low, high;
+.reg .b64 best, a, b;
+and.b32 lane, $2, 31;
+mad.lo.u32 at, lane, 8, $3;
+ld.shared.b64 best, [at+MAXIMA];
+ld.shared.b64 a, [at+MAXIMA+256];
+max.u64 best, best, a;
+ld.shared.b64 a, [at+MAXIMA+512];
+max.u64 best, best, a;
+ld.shared.b64 a, [at+MAXIMA+768];
+max.u64 best, best, a;
+shr.u32 at, $2, 5;
+mad.lo.u32 at, at, 256, $3;
+mad.lo.u32 low, lane, 8, at;
+st.shared.b64 [low+GROUPS], best;
+bar.warp.sync 0xFFFFFFFF;
+mov.b32 count, 0;
+PAIRS
+setp.eq.u32 here, count, LAST;
+vote.sync.ballot.b32 count, here, 0xFFFFFFFF;
+bfind.u32 count, count;
+mov.b64 {low, high}, best;
+shfl.sync.idx.b32 $0, low, count, 31, 0xFFFFFFFF;
+shfl.sync.idx.b32 $1, high, count, 31, 0xFFFFFFFF;
+}
+"""
+_BOUND_PAIR = """
+ld.shared.v2.b64 {a, b}, [at+PLACE];
+setp.gt.u64 more, a, best;
+@more add.u32 count, count, 1;
+setp.gt.u64 more, b, best;
+@more add.u32 count, count, 1;
+"""
+# $0, $1 bound, $2 thread, $3 scratch, then keys, then scores
+_KEEP = """
+{
+.reg .pred any, in<8>;
+.reg .b32 number, count, one, at;
+.reg .b64 bound, own<8>;
+mov.b64 bound, {$0, $1};
+mov.b32 count, 0;
+COMPARE
+setp.ne.u32 any, count, 0;
+mov.b32 at, 0;
+@any atom.shared.add.u32 at, [$3+COUNTER], count;
+STORE
+}
+"""
+_KEEP_COMPARE = """
+add.u32 number, $2, FIRST;
+not.b32 number, number;
+mov.b64 ownNTH, {number, KEY};
+setp.ge.u64 inNTH, ownNTH, bound;
+selp.b32 one, 1, 0, inNTH;
+add.u32 count, count, one;
+"""
+_KEEP_STORE = """
+mad.lo.u32 one, at, 8, $3;
+@inNTH st.shared.b64 [one+CANDIDATES], ownNTH;
+mad.lo.u32 one, at, 4, $3;
+@inNTH st.shared.b32 [one+SCORES], SCORE;
+@inNTH add.u32 at, at, 1;
+"""
+# $0 thread, $1 scratch: rank each candidate; the first K go to their places
+_RANK = """
+{
+.reg .pred done, in, more;
+.reg .b32 count, first, mine, rank, at, end, v;
+.reg .b64 own, a, b;
+ld.shared.b32 count, [$1+COUNTER];
+mov.b32 mine, $0;
+and.b32 first, $0, 96;
+mad.lo.u32 end, count, 8, $1;
+NEXT:
+setp.ge.u32 done, first, count;
+@done bra READY;
+setp.lt.u32 in, mine, count;
+mad.lo.u32 at, mine, 8, $1;
+mov.b64 own, 0;
+@in ld.shared.b64 own, [at+CANDIDATES];
+mov.b32 rank, 0;
+mov.b32 at, $1;
+OTHERS:
+STEPS
+add.u32 at, at, 64;
+setp.lt.u32 more, at, end;
+@more bra OTHERS;
+setp.lt.and.u32 in, rank, K, in;
+mad.lo.u32 at, mine, 4, $1;
+@in ld.shared.b32 v, [at+SCORES];
+mad.lo.u32 at, rank, 4, $1;
+@in st.shared.b32 [at+ORDER], v;
+mov.b64 {v, rank}, own;
+not.b32 v, v;
+@in st.shared.b32 [at+CHOSEN], v;
+add.u32 mine, mine, 128;
+add.u32 first, first, 128;
+bra NEXT;
+READY:
+}
+"""
+_RANK_STEP = """
+ld.shared.v2.b64 {a, b}, [at+FROM];
+add.u32 v, at, PLACE;
+setp.lt.u32 more, v, end;
+setp.gt.and.u64 more, a, own, more;
+@more add.u32 rank, rank, 1;
+add.u32 v, at, BESIDE;
+setp.lt.u32 more, v, end;
+setp.gt.and.u64 more, b, own, more;
+@more add.u32 rank, rank, 1;
+"""
+# $0 thread, $1 scratch, $2 ids, $3 weights of the row
+_WEIGH = """
+{
+.reg .pred out;
+.reg .b32 at, sum, v, number;
+.reg .b64 to, far;
+setp.ge.u32 out, $0, K;
+@out bra READY;
+ld.shared.b32 sum, [$1+ORDER];
+SUMS
+add.rn.f32 sum, sum, TINY;
+mad.lo.u32 at, $0, 4, $1;
+ld.shared.b32 v, [at+ORDER];
+ld.shared.b32 number, [at+CHOSEN];
+div.rn.f32 v, v, sum;
+mul.rn.f32 v, v, SCALING;
+mul.wide.u32 far, $0, 4;
+add.u64 to, far, $2;
+st.global.b32 [to], number;
+add.u64 to, far, $3;
+st.global.b32 [to], v;
+READY:
+}
+"""
+
+
+def _filled(text: str, **values: Any) -> str:
+    for name, value in values.items():
+        text = text.replace(name, str(value))
+    return text
+
+
+def choose(
+    denominators: jax.Array,
+    bias: jax.Array,
+    ids: Any,
+    weights: Any,
+    words: Any,
+    turn: int,
+    rounds: int,
+    scaling: float,
+) -> None:
+    """A row's ids and weights, global [k] each, from 1 + exp(-logits) and bias, f32 [E].
+
+    `words` is the warpgroup's scratch memory; `turn` of `rounds` counts its rows.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    experts, k = bias.shape[0], ids.shape[0]
+    layout = plgpu.Layout.WG_STRIDED((experts,), vec_size=1)
+    places = _places(experts, k, rounds)
+    where = {name.upper(): value for name, value in places._asdict().items()}
+    where["CHOSEN"] = places.chosen + 4 * turn * k
+
+    def code(_: Any, sums: Any, bias: Any, ids: Any, weights: Any, words: Any) -> None:
+        reg = common.Registers()
+        thread, base = reg.thread(), reg.shared_address(words)
+        both = [
+            reg.ptx(_SCORE, *reg.elements(a), *reg.elements(b), results=2)
+            for a, b in zip(sums.registers.flat, bias.registers.flat, strict=True)
+        ]
+        keys, scores = zip(*both, strict=True)
+        best = keys[0], thread
+        for i, key in enumerate(keys[1:], 1):
+            best = reg.ptx(_BETTER, key, reg.add(thread, 128 * i), *best, results=2)
+        reg.ptx(_filled(_STORE_BEST, **where), *best, thread, base, volatile=True)
+        reg.barrier()
+        bound = reg.ptx(_bound_text(where, k), thread, base, results=2, volatile=True)
+        text = _keep_text(where, len(keys))
+        reg.ptx(text, *bound, thread, base, *keys, *scores, volatile=True)
+        reg.barrier()
+        reg.ptx(_rank_text(where, k), thread, base, volatile=True)
+        reg.barrier()
+        to = reg.global_address(ids), reg.global_address(weights)
+        reg.ptx(_weigh_text(where, k, scaling), thread, base, *to, volatile=True)
+
+    refs = (plgpu.RefType(),) * 3
+    call = plgpu.inline_mgpu(arg_types=(layout, layout, *refs))
+    call(code)(denominators, bias, ids, weights, words)
+
+
+def _bound_text(where: dict[str, int], k: int) -> str:
+    pairs = "".join(_BOUND_PAIR.replace("PLACE", str(where["GROUPS"] + 16 * j)) for j in range(16))
+    return _filled(_BOUND, PAIRS=pairs, LAST=k - 1, **where)
+
+
+def _keep_text(where: dict[str, int], per_thread: int) -> str:
+    def lines(text: str, i: int) -> str:
+        key, score = f"${4 + i}", f"${4 + per_thread + i}"
+        text = text.replace("SCORES", str(where["SCORES"]))
+        return _filled(text, KEY=key, SCORE=score, NTH=i, FIRST=128 * i)
+
+    compare, store = (
+        "".join(lines(text, i) for i in range(per_thread)) for text in (_KEEP_COMPARE, _KEEP_STORE)
+    )
+    return _filled(_KEEP, COMPARE=compare, STORE=store, **where)
+
+
+def _rank_text(where: dict[str, int], k: int) -> str:
+    steps = "".join(
+        _filled(_RANK_STEP, FROM=f"CANDIDATES+{16 * j}", PLACE=16 * j, BESIDE=16 * j + 8)
+        for j in range(4)
+    )
+    text = _RANK.replace("STEPS", steps).replace("rank, K", f"rank, {k}")
+    return _filled(text, **where)
+
+
+def _weigh_text(where: dict[str, int], k: int, scaling: float) -> str:
+    sums = "".join(
+        f"ld.shared.b32 v, [$1+ORDER+{4 * j}];\nadd.rn.f32 sum, sum, v;\n" for j in range(1, k)
+    )
+    text = _WEIGH.replace("$0, K", f"$0, {k}").replace("SUMS", sums)
+    text = text.replace("TINY", common.literal(1e-20)).replace("SCALING", common.literal(scaling))
+    return _filled(text, **where)
+
+
+def clear(bits: Any, warpgroups: int) -> None:
+    """Empty the CTA's sets of rows, shared i32 [2 E], for `plan`, which comes later."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    def code(_: Any, ref: Any) -> None:
+        reg = common.Registers()
+        (thread,) = reg.ptx("mov.u32 $0, %tid.x;", results=1)
+        experts = ref.type.shape[0] // 2
+        units.clear(reg, reg.shared_address(ref), experts, thread, 128 * warpgroups)
+        reg.ptx("barrier.cluster.arrive.release.aligned;", volatile=True)
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(code)(bits)
+
+
+# $0 number of a chosen one, $1 its pair or -1; $2 thread, $3 first row, $4 scratch, $5 bits: set
+# the row's bit in all CTAs
+_SET = """
+{
+.reg .pred in, high;
+.reg .b32 turn, row, number, pair, bit, at, far;
+div.u32 turn, $2, K;
+mad.lo.u32 row, turn, AT_ONCE, $3;
+setp.lt.u32 in, $2, TAKEN;
+setp.lt.and.u32 in, row, ROWS, in;
+mov.b32 number, 0;
+mad.lo.u32 at, $2, 4, $4;
+@in ld.shared.b32 number, [at+CHOSEN];
+mul.lo.u32 pair, turn, K;
+sub.u32 pair, $2, pair;
+mad.lo.u32 pair, row, K, pair;
+selp.b32 pair, pair, -1, in;
+setp.ge.u32 high, row, 32;
+and.b32 row, row, 31;
+shl.b32 bit, 1, row;
+mad.lo.u32 at, number, 4, $5;
+@high add.u32 at, at, HIGH;
+SETS
+mov.b32 $0, number;
+mov.b32 $1, pair;
+}
+"""
+_SET_IN = """
+mapa.shared::cluster.u32 far, at, CTA;
+@in red.shared::cluster.or.b32 [far], bit;
+"""
+# one row: $0 thread, $1 scratch, $2 count, $3 table
+_ONLY_ROW = """
+{
+.reg .pred in, one;
+.reg .b32 at, number;
+.reg .b64 to;
+setp.lt.u32 in, $0, K;
+setp.eq.u32 one, $0, 0;
+@one st.global.b32 [$2], K;
+mad.lo.u32 at, $0, 4, $1;
+@in ld.shared.b32 number, [at+CHOSEN];
+mul.wide.u32 to, $0, 40;
+add.u64 to, to, $3;
+@in st.global.b32 [to], number;
+@in st.global.b32 [to+4], 1;
+mul.lo.u32 at, $0, 8;
+@in st.global.b32 [to+8], at;
+}
+"""
+
+
+def plan(words: Any, bits: Any, count: Any, table: Any, sizes: Sizes) -> None:
+    """Units of what all warpgroups of the cluster have chosen, into global count and table."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    s = sizes
+    places = _places(s.experts, s.chosen, s.rounds)
+    only = _filled(_ONLY_ROW, CHOSEN=places.chosen, K=s.chosen)
+    sets = "".join(_SET_IN.replace("CTA", str(cta)) for cta in range(s.ctas))
+    names = dict(CHOSEN=places.chosen, AT_ONCE=s.at_once, TAKEN=s.rounds * s.chosen)
+    names |= dict(ROWS=s.rows, HIGH=4 * s.experts, K=s.chosen)
+    setting = _filled(_SET, SETS=sets, **names)
+
+    def code(_: Any, words: Any, bits: Any, count: Any, table: Any) -> None:
+        reg = common.Registers()
+        thread, base = reg.thread(), reg.shared_address(words)
+        total, to = reg.global_address(count), reg.global_address(table)
+        if s.rows == 1:
+            reg.ptx(only, thread, base, total, to, volatile=True)
+            return
+        here = reg.shared_address(bits)
+        text = "{ .reg .b32 w; mov.u32 w, %tid.x; shr.u32 w, w, 7; mov.u32 $0, %cluster_ctarank;"
+        text += f" mad.lo.u32 $0, $0, {s.warpgroups}, w; }}"
+        (first,) = reg.ptx(text, results=1)
+        reg.ptx("barrier.cluster.wait.acquire.aligned;", volatile=True)
+        mine = reg.ptx(setting, thread, first, base, here, results=2, volatile=True)
+        reg.cluster_barrier()
+        firsts, sums = reg.add(base, places.scores), reg.add(base, places.counter)
+        who = reg.add(reg.mul(first, 128), thread)
+        units.first_units(reg, here, firsts, sums, total, who, s.experts)
+        units.place(reg, mine[1], mine[0], here, firsts, to, (s.rows, s.chosen, s.experts))
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 4)(code)(words, bits, count, table)
