@@ -26,23 +26,27 @@ def roofline(
     config: Path = RELEASED,
     options: Annotated[RooflineOptions, tyro.conf.arg(name="")] = DEFAULTS,
     *,
+    project: Path | None = None,
     json: str | None = None,
 ) -> int:
     """Bytes and floor per layer kind and step, for any GPU, ranks, rows and context.
 
-    Example: python -m bench roofline --device H200 --tp 16 --rows 1 8 64
+    Example: python -m bench roofline --device H200 --tp 16 --rows 1,8,64
 
     Args:
         config: config.json, or a directory that holds it; default: the released model.
         options: what for.
+        project: a measured rank slice; the step on all ranks is projected from it.
         json: write the result to this file ('-' for standard output).
     """
+    from bench.result import read, require
     from bench.roofline import roofline as compute
     from bench.roofline import tables
     from jax_impl.config import ModelConfig
     from jax_impl.output import print_table, write_json
 
-    result = compute(ModelConfig.load(config), options)
+    measured = None if project is None else read(project)
+    result = require(compute(ModelConfig.load(config), options, measured))
     if json != "-":
         for title, columns, rows in tables(result):
             print_table(title, columns, rows)

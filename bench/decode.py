@@ -15,7 +15,6 @@ from statistics import median
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from bench import slice_parity
@@ -26,9 +25,9 @@ from bench.machine import command_line, describe_machine
 from bench.replay import replay_ms
 from bench.result import SCHEMA, figure, is_noisy, median_figure
 from bench.serve import serve_group
-from bench.slice_model import Case
+from bench.slice_model import Case, make_inputs
 from bench.timing import Clock
-from jax_impl.engine import Engine, bucket
+from jax_impl.engine import Engine
 from jax_impl.processes import COMPILING, report
 from jax_impl.speculative_engine import SpeculativeEngine
 
@@ -78,15 +77,15 @@ def start(engine: Engine, o: DecodeOptions, vocabulary: int) -> list[int]:
     return handles
 
 
-def check(loaded: Loaded, engine: Engine, handles: list[int]) -> dict[str, dict[str, float]]:
-    """Distances of two layers from the reference, at this engine's weights, cache and sequences."""
+def check(loaded: Loaded, engine: Engine, batch: int) -> dict[str, dict[str, float]]:
+    """Distances of two layers from the reference at the end of a full context.
+
+    At this engine's weights, and its cache as the served requests have left it.
+    """
     tokens = 1 + engine.drafts if isinstance(engine, SpeculativeEngine) else 1
-    seqs = [engine.sequences[h] for h in handles]
-    case = Case("decode", bucket(len(seqs)), tokens)
-    inputs = jax.tree.map(
-        jnp.asarray, engine._inputs(seqs, [tokens] * len(seqs), case.batch, tokens)
-    )
-    stream = slice_parity.random_stream(engine.static, case, loaded.options.seed)
+    seed, case = loaded.options.seed, Case("decode", batch, tokens)
+    inputs, _ = make_inputs(loaded.config, loaded.run, case, loaded.context, 1, seed)
+    stream = slice_parity.random_stream(engine.static, case, seed)
     found = {}
     for kind, layer in slice_parity.checked_layers(engine.static).items():
         run = slice_parity.layer_check(engine.static, engine.backend, layer, engine.placement)
@@ -104,7 +103,7 @@ def run_decode(o: DecodeOptions, argv: Sequence[str] | None = None) -> dict[str,
     require_decode(o)
     clock = time.perf_counter
     report(None, "weights", allow=COMPILING)
-    loaded = load(o, o.batch, o.needed, o.backends)
+    loaded = load(o, o.batch, o.isl, o.needed, o.backends)
     vocabulary = loaded.config.vocab_size
     engines = {name: loaded.engine(name) for name in o.backends}
     machine = describe_machine()
@@ -116,7 +115,7 @@ def run_decode(o: DecodeOptions, argv: Sequence[str] | None = None) -> dict[str,
         mine = decode_figures(groups[name], o.batch)
         report(1, "replay and comparison (compile first)", allow=COMPILING)
         handles = start(engine, o, vocabulary)
-        apart |= {f"{name}.{kind}": v for kind, v in check(loaded, engine, handles).items()}
+        apart |= {f"{name}.{kind}": v for kind, v in check(loaded, engine, o.batch).items()}
         if o.replays:
             samples = replay_ms(engine, handles, o.replays, clock)
             mine["replay_ms"] = median_figure(samples, "ms")
@@ -129,7 +128,7 @@ def run_decode(o: DecodeOptions, argv: Sequence[str] | None = None) -> dict[str,
     return {
         "schema": SCHEMA,
         "command": command_line(list(argv) if argv is not None else None),
-        "conditions": machine | conditions_of(o, loaded, figures),
+        "conditions": machine | conditions_of(o, loaded, engines, figures),
         "figures": figures,
         "parity": slice_parity.verdict(next(iter(engines.values())).static, apart),
     }
@@ -148,7 +147,9 @@ def ratios(figures: dict[str, Any], backends: Sequence[str]) -> dict[str, Any]:
     return found
 
 
-def conditions_of(o: DecodeOptions, loaded: Loaded, figures: dict[str, Any]) -> dict[str, Any]:
+def conditions_of(
+    o: DecodeOptions, loaded: Loaded, engines: dict[str, Engine], figures: dict[str, Any]
+) -> dict[str, Any]:
     """Conditions of the result, but for the machine."""
     options = {k: str(v) if k in ("checkpoint", "draft") else v for k, v in asdict(o).items()}
     return {
@@ -165,6 +166,10 @@ def conditions_of(o: DecodeOptions, loaded: Loaded, figures: dict[str, Any]) -> 
         "excluded": EXCLUDED,
         "execution": f"{o.runs} runs of {o.prompts} groups of {o.batch} prompt(s); host-timed",
         "definitions": DEFINITIONS | ({"replay": REPLAY} if o.replays else {}),
+        "plans": {
+            name: {f"{p.backend}: {p.reason}": n for p, n in engine.plans.items()}
+            for name, engine in engines.items()
+        },
         "options": options,
         "noisy": [n for n, f in figures.items() if f["samples"] and is_noisy(f["samples"])],
     }  # fmt: skip

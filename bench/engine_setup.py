@@ -39,6 +39,7 @@ class Loaded:
     draft_config: DraftConfig | None
     draft_weights: DraftWeights | None
     context: int
+    chunk: int
 
     def engine(self, backend: str) -> Engine:
         """A new engine with a cache of its own.
@@ -46,11 +47,13 @@ class Loaded:
         Raises:
             BackendUnavailableError: the backend cannot run here; lists every reason.
         """
-        run = replace(self.run, decode_backend=backend)
+        asked = replace(self.run, decode_backend=backend)
+        stages = choose_backend(asked, self.config, self.options.tp)
+        # bound weights serve both backends, and how they lie on the ranks is a matter of `run`
+        run = self.run
         common: dict[str, Any] = {
-            "chunk": self.options.chunk, "context": self.context, "placement": self.placement,
+            "chunk": self.chunk, "context": self.context, "placement": self.placement,
         }  # fmt: skip
-        stages = choose_backend(run)
         if self.draft_config is None or self.draft_weights is None:
             return Engine(self.config, run, self.weights, stages, **common)
         return SpeculativeEngine(
@@ -67,12 +70,15 @@ class Loaded:
         return self.method.describe(self.options.drafts) | {"kind": kind}
 
 
-def load(o: EngineOptions, batch: int, needed: int, backends: tuple[str, ...]) -> Loaded:
+def load(
+    o: EngineOptions, batch: int, prompt: int, needed: int, backends: tuple[str, ...]
+) -> Loaded:
     """Check everything, then load or make the weights.
 
     Args:
         o: the options.
         batch: sequences at the same time.
+        prompt: tokens that a prefill has at least.
         needed: tokens of one sequence at most.
         backends: that will be asked for; each engine has a cache of its own.
 
@@ -92,7 +98,9 @@ def load(o: EngineOptions, batch: int, needed: int, backends: tuple[str, ...]) -
     )  # fmt: skip
     run = replace(run, pages=batch * run.pages_for(context))
     for backend in backends:
-        choose_backend(replace(run, decode_backend=backend))
+        choose_backend(replace(run, decode_backend=backend), config, o.tp)
+    if "latency_specialized" in backends:
+        run = replace(run, decode_backend="latency_specialized")
     method = Acceptance()
     if o.accept_length is not None:
         method = Acceptance("synthetic", o.drafting, o.accept_length)
@@ -107,7 +115,7 @@ def load(o: EngineOptions, batch: int, needed: int, backends: tuple[str, ...]) -
     weights = _weights(o, checkpoint, config, run, placement)
     return Loaded(
         o, config, run, placement, method, weights, small,
-        _draft_weights(o, small, placement), context,
+        _draft_weights(o, small, placement), context, min(o.chunk, prompt),
     )  # fmt: skip
 
 
@@ -137,7 +145,7 @@ def _weights(
         # emulated devices of one process share the host's memory
         sharing = len(placement.here) if jax.local_devices()[0].platform == "cpu" else 1
         require_room(config, free // sharing, run, o.tp, o.experts)
-    return random_weights(config, placement, o.seed)
+    return random_weights(config, placement, o.seed, run)
 
 
 def _draft_weights(

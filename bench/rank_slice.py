@@ -38,6 +38,7 @@ from bench.roofline import RELEASED
 from bench.slice_model import Case
 from jax_impl.acceptance_config import Acceptance
 from jax_impl.backend import Backend, choose_backend
+from jax_impl.binding import bind, is_bound
 from jax_impl.cache import Cache
 from jax_impl.collectives import Ranks
 from jax_impl.config import ConfigError, ModelConfig, RunConfig
@@ -111,7 +112,7 @@ def prepare(o: SliceOptions) -> Setting:
         require_room(deepest, free, run, o.tp)
     method = Acceptance(rule="synthetic", length=o.length) if o.drafts else Acceptance()
     depths = {n: Static(c, run, placement.ranks) for n, c in by_depth.items()}
-    return Setting(o, config, depths, found, choose_backend(run), method, placement)
+    return Setting(o, config, depths, found, choose_backend(run, deepest, o.tp), method, placement)
 
 
 def say(text: str) -> None:
@@ -243,10 +244,10 @@ def run_rank_slice(o: SliceOptions, argv: list[str] | None = None) -> dict[str, 
     say(f"memory fraction {o.memory_fraction:g}, free {free_device_bytes()} bytes")
     with stage("random weights and cache", took):
         config, run = setting.static.config, setting.static.run
-        weights = random_weights(config, setting.placement, o.seed)
+        weights = random_weights(config, setting.placement, o.seed, run)
         cache = slice_model.random_cache(config, run, setting.placement, o.seed)
         jax.block_until_ready((weights, cache))
-    _require_layout(weights, config, o.tp)
+    _require_layout(weights, config, run, o.tp)
     with stage("compilation", took):
         programs = [Programs(setting, case) for case in setting.cases]
         compile_all(setting, programs, weights, cache)
@@ -273,9 +274,11 @@ def run_rank_slice(o: SliceOptions, argv: list[str] | None = None) -> dict[str, 
     }
 
 
-def _require_layout(weights: Weights, config: ModelConfig, tp: int) -> None:
+def _require_layout(weights: Weights, config: ModelConfig, run: RunConfig, tp: int) -> None:
     """What was made has the shapes and dtypes that the step is built for."""
-    want = jax.tree.map(lambda a: (a.shape, str(a.dtype)), abstract_weights(config, tp))
+    shapes = abstract_weights(config, tp)
+    shapes = jax.eval_shape(bind, shapes) if is_bound(run) else shapes
+    want = jax.tree.map(lambda a: (a.shape, str(a.dtype)), shapes)
     have = jax.tree.map(lambda a: (a.shape, str(a.dtype)), weights)
     if want != have:
         raise ConfigError("random weights and the model's table of weights do not agree")

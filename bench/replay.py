@@ -36,16 +36,15 @@ def replay_ms(engine: Engine, handles: list[int], samples: int, clock: Clock) ->
         raise ValueError(f"no room to replay a step within a context of {engine.context} tokens")
     for seq in seqs:
         engine._reserve(seq, seq.processed + steps * width)
-    built: Any
     inputs: Any = engine._inputs(seqs, [width] * len(seqs), bucket(len(seqs)), width)
+    stages = engine._stages("verify" if width > 1 else "decode", inputs)
+    built: Any
     if isinstance(engine, SpeculativeEngine):
         inputs = engine._waiting.given(inputs)
-        built, weights = (
-            build_speculative_step(*engine._build),
-            (engine.weights, engine.draft_weights),
-        )
+        built = build_speculative_step(*engine._build(stages))
+        weights: tuple[Any, ...] = (engine.weights, engine.draft_weights)
     else:
-        built = build_step(engine.static, engine.backend, "last", engine.placement.mesh)
+        built = build_step(engine.static, stages, "last", engine.placement.mesh)
         weights = (engine.weights,)
     found = []
     for turn in range(samples + 2):  # the first two compile, for inputs of host and of device

@@ -3,19 +3,21 @@
 import json
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from bench import slice_model
 from bench.__main__ import main
-from bench.random_weights import fill_all
+from bench.random_weights import fill_all, random_weights
 from bench.rank_slice import load_config, prepare
 from bench.rank_slice_options import SliceOptions
 from bench.rank_slice_report import figures_of, in_ratio
 from bench.result import read
+from jax_impl.binding import bind
 from jax_impl.collectives import Ranks
-from jax_impl.config import ConfigError
+from jax_impl.config import ConfigError, RunConfig
 from jax_impl.sharding import Placement
 from jax_impl.weights import weight_table
 
@@ -122,3 +124,14 @@ def test_a_small_run(tmp_path, capsys, quick_compile):
     printed = capsys.readouterr().out
     assert "COMPUTE ONLY" in printed
     assert json.loads(out.read_text())["conditions"]["shapes"]["tp"] == 2
+
+
+def test_weights_bound_layer_by_layer_are_the_bound_weights():
+    config, placement = slice_model.with_moe_layers(load_config("tp16"), 4), Placement(Ranks(8))
+    run = RunConfig(decode_backend="latency_specialized")
+    made = random_weights(config, placement, 5, run)
+    want = bind(random_weights(config, placement, 5))
+    assert jax.tree.structure(made) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(made), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype
+        assert bool((a == b).all())
