@@ -12,7 +12,8 @@ from typing import Annotated, Any
 
 import tyro
 
-from bench.engine_options import DecodeOptions
+from bench.engine_options import AgenticOptions, DecodeOptions
+from bench.layers_options import LayersOptions
 from bench.rank_slice_options import SliceOptions
 from bench.roofline import RELEASED, RooflineOptions
 from jax_impl.processes import ONE_PROCESS, ProcessOptions, is_first, launch
@@ -20,6 +21,8 @@ from jax_impl.processes import ONE_PROCESS, ProcessOptions, is_first, launch
 DEFAULTS = RooflineOptions()
 SLICE = SliceOptions()
 DECODE = DecodeOptions()
+AGENTIC = AgenticOptions()
+LAYERS = LayersOptions()
 
 
 def roofline(
@@ -79,6 +82,32 @@ def rank_slice(
     return conclude(result, out, title, rows_to_print(result), headline_names(result))
 
 
+def layers(
+    options: Annotated[LayersOptions, tyro.conf.arg(name="")] = LAYERS,
+    *,
+    out: str | None = None,
+) -> int:
+    """Device activities of one KDA and one MLA layer, from the profiler: COMPUTE ONLY.
+
+    Example: python -m bench layers --rows 8 --backends auto,latency_specialized --out layers.json
+
+    Args:
+        options: what to run.
+        out: write the result to this file ('-' for standard output).
+    """
+    from bench.machine import set_memory_fraction
+
+    set_memory_fraction(options.memory_fraction)
+    from bench.layers import disable_command_buffers, rows_to_print, run_layers
+
+    disable_command_buffers()
+    result = run_layers(options)
+    title = f"one layer, one rank of {options.tp}, COMPUTE ONLY, {options.backends}"
+    columns = ["", "us", "MB", "GB/s", "floor share"]
+    names = [n for n in result["figures"] if n.endswith(".layer.busy_us")]
+    return conclude(result, out, title, rows_to_print(result), names, columns)
+
+
 def decode(
     options: Annotated[DecodeOptions, tyro.conf.arg(name="")] = DECODE,
     processes: Annotated[ProcessOptions, tyro.conf.arg(name="")] = ONE_PROCESS,
@@ -116,6 +145,42 @@ def decode(
     return launch(processes, work)
 
 
+def agentic(
+    options: Annotated[AgenticOptions, tyro.conf.arg(name="")] = AGENTIC,
+    processes: Annotated[ProcessOptions, tyro.conf.arg(name="")] = ONE_PROCESS,
+    *,
+    out: str | None = None,
+) -> int:
+    """Multi-turn traffic with growing context and pauses: what each user sees.
+
+    Example: python -m bench agentic --preset tiny --users 2 --runs 1
+
+    Args:
+        options: what to run.
+        processes: which processes run it together.
+        out: write the result to this file ('-' for standard output).
+    """
+    from bench.machine import set_memory_fraction
+
+    set_memory_fraction(options.memory_fraction)
+
+    def work() -> int:
+        from bench.agentic import run_agentic
+        from bench.rank_slice_report import rows_to_print
+
+        result = run_agentic(options)
+        if not is_first():
+            return 0
+        names = ["user_tokens_s.p90", "ttft_ms.p90", "output_tokens_s"]
+        title = f"traffic of {options.users} user(s), {options.backend}"
+        status = conclude(result, out, title, rows_to_print(result), names)
+        if out != "-":
+            print_definitions(result)
+        return status
+
+    return launch(processes, work)
+
+
 def print_definitions(result: dict[str, Any]) -> None:
     """What the figures mean."""
     for name, text in result["conditions"]["definitions"].items():
@@ -128,6 +193,7 @@ def conclude(
     title: str,
     rows: Sequence[Sequence[str]],
     names: Sequence[str],
+    columns: Sequence[str] = ("figure", "median", "samples", ""),
 ) -> int:
     """Write and print a measured result; the exit status."""
     from bench.result import headline, write
@@ -136,7 +202,7 @@ def conclude(
     if out is not None:
         write(out, result)
     if out != "-":
-        print_table(title, ["figure", "median", "samples", ""], rows)
+        print_table(title, columns, rows)
         print("\n".join(headline(result, names)))
     return 1 if result["parity"]["verdict"] == "failed" else 0
 
@@ -188,11 +254,13 @@ def plot(results: tyro.conf.Positional[tuple[Path, ...]], *, out: Path) -> int:
 
 
 COMMANDS = {
-    "compare": compare,
-    "plot": plot,
     "decode": decode,
     "rank-slice": rank_slice,
+    "layers": layers,
     "roofline": roofline,
+    "agentic": agentic,
+    "compare": compare,
+    "plot": plot,
 }
 
 

@@ -130,3 +130,20 @@ def require_decode(o: DecodeOptions) -> None:
             problems.append(f"--compare {o.compare}: expected two of {','.join(BACKENDS)}")
     if problems:
         raise ValueError("decode:" + "".join(f"\n  - {p}" for p in problems))
+
+
+@dataclass(frozen=True)
+class AgenticOptions(EngineOptions):
+    """Multi-turn traffic through the engine.
+
+    Attributes:
+        trace: the trace file, see `bench.traffic`.
+        users: served at the same time.
+        runs: replays of the whole trace.
+        speed: divides the pauses.
+    """
+
+    trace: Path = Path(__file__).parent / "traces" / "small.jsonl"
+    users: int = 2
+    runs: int = 3
+    speed: float = 1.0
