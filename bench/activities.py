@@ -19,6 +19,9 @@ import jax
 INSTRUCTION = re.compile(r"%?([\w.\-]+) = .*?metadata=\{[^}]*?op_name=\"([^\"]*)\"")
 
 
+SCOPE = "stage_"
+
+
 @dataclass(frozen=True)
 class Activity:
     """One device activity; times in us from the first one's start.
@@ -80,12 +83,16 @@ def read(file: Path) -> list[Activity]:
 
 
 def stages_of(compiled_text: str, names: Iterable[str]) -> dict[str, str]:
-    """Instruction -> the innermost of the scopes `names` in which it was traced."""
-    wanted, found = set(names), {}
+    """Instruction -> the outermost of the stages `names` in which it was traced.
+
+    A stage is known by its scope (`SCOPE` and its name) or as a jitted function of its name.
+    """
+    scopes = {text: name for name in names for text in (SCOPE + name, f"jit({name})")}
+    found = {}
     for match in INSTRUCTION.finditer(compiled_text):
-        scopes = [part for part in match[2].split("/") if part in wanted]
-        if scopes:
-            found[match[1]] = scopes[-1]
+        inside = [scopes[part] for part in match[2].split("/") if part in scopes]
+        if inside:
+            found[match[1]] = inside[0]
     return found
 
 

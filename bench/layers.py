@@ -45,7 +45,6 @@ from jax_impl.model import Stream, layer_weights, place, run_layer
 from jax_impl.static import Static
 from jax_impl.weights import BYTES, weight_table
 
-SCOPE = "stage_"  # of a stage in an instruction's name
 FLUSH_BYTES = 512 << 20  # several times any cache
 FLUSH_BYTES_CPU = 1 << 20
 MOST_KERNELS = 60  # listed one by one
@@ -73,7 +72,7 @@ def scoped(backend: Backend) -> Backend:
 
     def wrapped(name: str, stage: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **kw: Any) -> Any:
-            with jax.named_scope(SCOPE + name):
+            with jax.named_scope(activities.SCOPE + name):
                 return stage(*args, **kw)
 
         return run
@@ -127,8 +126,7 @@ def trace_layer(
     cpu = jax.devices()[0].platform == "cpu"
     flush = jnp.ones((FLUSH_BYTES_CPU if cpu else FLUSH_BYTES) // 4, jnp.float32)
     fill = jax.jit(lambda x: jnp.sum(x * 1.5))
-    names = [SCOPE + name for name in STAGES]
-    where = activities.stages_of(compiled.as_text(), names)
+    where = activities.stages_of(compiled.as_text(), STAGES)
     found, ids = [], None
 
     def call() -> Any:
@@ -141,9 +139,7 @@ def trace_layer(
         fill(flush).block_until_ready()
         file = activities.record(call, perfetto if turn == 0 else None)
         seen = activities.leaves(activities.read(file))
-        found.append(
-            [replace(a, stage=where.get(a.operation, "").removeprefix(SCOPE)) for a in seen]
-        )
+        found.append([replace(a, stage=where.get(a.operation, "")) for a in seen])
     return found, ids
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.ops import Problem, bf16_round, f64, normal
+from bench.ops import Problem, bf16_round, f64, normal, stack_depth
 
 
 def attn_res_case(m: int, count: int, ahead: bool, seed: int) -> Problem:
@@ -92,11 +92,46 @@ def topk_case(m: int, seed: int) -> Problem:
     )
 
 
+def vocab_case(m: int, k: int, markov: bool, seed: int) -> Problem:
+    """This rank's logits at TP16 with max and argmax; `markov` adds base logits."""
+    from jax_impl.numerics import Numerics
+    from pallas_kernels.vocab import vocab
+
+    nx, n = Numerics(), 10240
+    layers = stack_depth(2 * n * k)
+    key = jax.random.key(seed)
+    x = normal(key, (m, k))
+    ws = [normal(jax.random.fold_in(key, i), (n, k), k**-0.5) for i in range(layers)]
+    base = jax.random.normal(jax.random.fold_in(key, 99), (m, n), jnp.float32)
+    # ids and maxima leave the program too, so that their reduction is part of it
+    fast = jax.jit(lambda x, w, base: vocab(x, w, base if markov else None))
+
+    def plain(x: jax.Array, w: jax.Array, base: jax.Array) -> jax.Array:
+        return base + nx.project(x, w) if markov else nx.linear(x, w)
+
+    standard = jax.jit(plain)
+
+    def exact(layer: int, rows: np.ndarray) -> np.ndarray:
+        y = f64(x)[rows] @ f64(ws[layer]).T
+        return y + f64(base)[rows] if markov else y
+
+    return Problem(
+        lambda layer: fast(x, ws[int(layer)], base)[0],
+        2 * n * k + 2 * m * k + 4 * m * n * (1 + markov),
+        layers,
+        exact,
+        lambda layer: standard(x, ws[layer], base),
+        np.arange(m),
+    )
+
+
 def cases() -> dict[str, Callable[[], Problem]]:
     """Every case by name."""
     out: dict[str, Callable[[], Problem]] = {}
     for m in (1, 8, 64):
         for name, ahead in (("two_deltas", False), ("prefetch", True)):
             out[f"attn_res.{name}.rows{m}"] = lambda m=m, a=ahead: attn_res_case(m, 8, a, 19)
+        out[f"vocab.head.tp16.rows{m}"] = lambda m=m: vocab_case(m, 7168, False, 29)
+        out[f"vocab.markov.tp16.rows{m}"] = lambda m=m: vocab_case(m, 256, True, 31)
         out[f"topk.rows{m}"] = lambda m=m: topk_case(m, 23)
     return out

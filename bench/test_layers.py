@@ -29,14 +29,15 @@ def test_a_loop_counts_by_its_body():
     ]  # fmt: skip
 
 
-def test_instructions_know_their_innermost_stage():
+def test_instructions_know_their_stage():
     text = """
       %fusion.3 = bf16[8]{0} fusion(%a), metadata={op_type="x" op_name="jit(run)/stage_route/dot"}
       %dot.1 = f32[8]{0} dot(%a, %b), metadata={op_name="jit(run)/stage_kda_step/stage_kda/d"}
+      %call.1 = f32[8]{0} custom-call(%a), metadata={op_name="jit(run)/jit(attn_out)/pallas"}
       %copy.1 = f32[8]{0} copy(%a), metadata={op_name="jit(run)/add"}
     """
-    found = stages_of(text, ["stage_route", "stage_kda", "stage_kda_step"])
-    assert found == {"fusion.3": "stage_route", "dot.1": "stage_kda"}
+    found = stages_of(text, ["route", "kda", "kda_step", "attn_out"])
+    assert found == {"fusion.3": "route", "dot.1": "kda_step", "call.1": "attn_out"}
 
 
 @pytest.mark.parametrize("kind", ["kda", "mla"])

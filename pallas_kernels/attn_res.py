@@ -32,9 +32,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
+from pallas_kernels import attn_res_registers as registers
 from pallas_kernels import cluster_sum, common
 
 SPANS = (1024, 512, 256)  # columns of a CTA: 8, 4 or 2 neighbours per thread, one load
@@ -175,30 +175,15 @@ def attn_res(
     t = tuning or default_tuning(n, d)
     reasons = limits(prefix, snapshots, delta, shared=shared, prefetch=prefetch, tuning=t)
     common.require(reasons, "attn_res")
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    f32, sums = jnp.float32, 2 * snapshots.shape[1] + 2
+    two, stacked = shared is not None, layer is not None
+    form = _Form(n, d, eps, reset, snapshot, two, stacked, t, interpret)
     rows = jax.ShapeDtypeStruct((n, d), jnp.bfloat16)
-    clusters = n + (t.prefetchers if prefetch else 0)
-    warps = cluster_sum.WARPS * t.parts
-    scratch = dict(
-        score_parts=plgpu.SMEM((warps, sums), f32),
-        norm_parts=plgpu.SMEM((warps, 1), f32),
-        totals=plgpu.SMEM((sums,), f32),
-    )
-    if interpret:  # has no clusters: the parts are warpgroups of one CTA
-        cut = dict(grid=(clusters,), grid_names=("row",), num_threads=t.parts, thread_name="part")
-        scratch["ready"] = plgpu.Barrier(num_barriers=2, num_arrivals=t.parts)
-    else:
-        cut = dict(grid=(clusters,), grid_names=("row",))
-        cut |= dict(cluster=(t.parts,), cluster_names=("part",))
     call = common.kernel(
-        _body(n, d, eps, reset, snapshot, shared is not None, layer is not None, t, interpret),
+        _body(form),
         "k3_attn_res",
         interpret=interpret,
         out_type=[rows, rows],
-        scratch_types=scratch,
-        **cut,
+        **_cut(form, snapshots.shape[1], bool(prefetch)),
     )
     flat = (-1,) if layer is None else (-1, d)
     weights = [w.reshape(flat) for w in (res_norm, res_proj, norm)]
@@ -211,58 +196,49 @@ def attn_res(
     return x, new, jax.freeze(held) if snapshot else snapshots
 
 
-def _body(
-    n: int,
-    d: int,
-    eps: float,
-    reset: bool,
-    snapshot: bool,
-    two: bool,
-    stacked: bool,
-    t: Tuning,
-    interpret: bool,
-) -> Any:
-    from jax.experimental import pallas as pl
+def _cut(form: _Form, bank: int, prefetch: bool) -> dict[str, Any]:
+    """Grid, cluster and scratch memory."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    span = d // t.parts
-    f32, bf16 = jnp.float32, jnp.bfloat16
+    t, f32, sums = form.t, jnp.float32, 2 * bank + 2
+    clusters = form.rows + (t.prefetchers if prefetch else 0)
+    warps = cluster_sum.WARPS * t.parts
+    scratch = dict(
+        score_parts=plgpu.SMEM((warps, sums), f32),
+        norm_parts=plgpu.SMEM((warps, 1), f32),
+        totals=plgpu.SMEM((sums,), f32),
+    )
+    cut: dict[str, Any] = dict(grid=(clusters,), grid_names=("row",), scratch_types=scratch)
+    if form.interpret:  # has no clusters: the parts are warpgroups of one CTA
+        scratch["ready"] = plgpu.Barrier(num_barriers=2, num_arrivals=t.parts)
+        return cut | dict(num_threads=t.parts, thread_name="part")
+    return cut | dict(cluster=(t.parts,), cluster_names=("part",))
 
-    def one_row(row, part, ready, bank, deltas, weights, outputs, score_parts, norm_parts, totals):
-        mine = pl.ds(part * span, span)
-        prefix, snapshots, count = bank
-        x, new = outputs
-        valid = count[0]
-        p = deltas[0][row, mine].astype(bf16)
-        if two:
-            p = (p.astype(f32) + deltas[1][row, mine].astype(bf16).astype(f32)).astype(bf16)
-        if not reset:
-            p = (prefix[row, mine].astype(f32) + p.astype(f32)).astype(bf16)
-        which = (weights[3][0], mine) if stacked else (mine,)
-        res_norm, res_proj, norm = (weight[which].astype(f32) for weight in weights[:3])
-        sources = [*_sources(snapshots.at[row, :, mine], count, t.eager, interpret), p]
-        where = part, t.parts, interpret
-        _push_scores(sources, res_norm * res_proj, score_parts, *where)
-        _store(new.at[row, mine], p, interpret)
-        if snapshot:
-            _store(snapshots.at[row, valid, mine], p, interpret)
-        meet(ready, 0)
-        shares = _shares(cluster_sum.totals(score_parts, totals, interpret), valid, d, eps)
-        mixed = sources[0].astype(f32) * _wide(shares[0], span)
-        for source, share in zip(sources[1:], shares[1:], strict=True):
-            mixed = mixed + source.astype(f32) * _wide(share, span)
-        _push_squares(mixed, norm_parts, *where)
-        meet(ready, 1)
-        (total,) = cluster_sum.totals(norm_parts, totals.at[pl.ds(0, 1)], interpret)
-        scale = lax.rsqrt(total * (1 / d) + eps)
-        _store(x.at[row, mine], (norm * mixed * _wide(scale, span)).astype(bf16), interpret)
 
-    def meet(ready, i):
-        if interpret:
-            plgpu.barrier_arrive(ready.at[i])
-            plgpu.barrier_wait(ready.at[i])
-        else:
-            cluster_sum.barrier()
+@dataclass(frozen=True)
+class _Form:
+    """One form of the kernel while it is traced."""
+
+    rows: int
+    width: int
+    eps: float
+    reset: bool
+    snapshot: bool
+    two: bool  # deltas
+    stacked: bool  # weights
+    t: Tuning
+    interpret: bool
+
+    @property
+    def span(self) -> int:
+        """Columns of a CTA."""
+        return self.width // self.t.parts
+
+
+def _body(form: _Form) -> Any:
+    from jax.experimental import pallas as pl
+
+    t = form.t
 
     def body(
         prefix,  # bf16 [N, D]
@@ -276,163 +252,70 @@ def _body(
         ready=None,
     ):
         row, part = lax.axis_index("row"), lax.axis_index("part")
-        bank, weights, outputs = (prefix, snapshots, count), others[: 3 + stacked], others[-2:]
-        others = others[3 + stacked : -2]
-        deltas, prefetched = others[: 1 + two], others[1 + two :]
-        scratch = score_parts, norm_parts, totals
-        pl.when(row < n)(
-            lambda: one_row(row, part, ready, bank, deltas, weights, outputs, *scratch)
-        )
-        share, shares = (row - n) * t.parts + part, t.prefetchers * t.parts
-        pl.when(row >= n)(
-            lambda: common.prefetch_layers(prefetched, share, shares, t.prefetch_bytes, interpret)
-        )
+        weights, outputs = others[: 3 + form.stacked], others[-2:]
+        others = others[3 + form.stacked : -2]
+        deltas, prefetched = others[: 1 + form.two], others[1 + form.two :]
+        inputs = prefix, snapshots, count, deltas, weights
+        scratch = score_parts, norm_parts, totals, ready
+        pl.when(row < form.rows)(lambda: _one_row(form, row, part, inputs, outputs, scratch))
+        share, shares = (row - form.rows) * t.parts + part, t.prefetchers * t.parts
+        ahead = t.prefetch_bytes, form.interpret
+        pl.when(row >= form.rows)(lambda: common.prefetch_layers(prefetched, share, shares, *ahead))
 
     return body
 
 
+def _one_row(form: _Form, row: Any, part: Any, inputs: Any, outputs: Any, scratch: Any) -> None:
+    from jax.experimental import pallas as pl
+
+    f32, bf16, span = jnp.float32, jnp.bfloat16, form.span
+    prefix, snapshots, count, deltas, weights = inputs
+    score_parts, norm_parts, totals, ready = scratch
+    x, new = outputs
+    mine = pl.ds(part * span, span)
+    where = part, form.t.parts, form.interpret
+    valid = count[0]
+    # loads first: nothing waits for a sum before all are on their way
+    p = deltas[0][row, mine].astype(bf16)
+    if form.two:
+        p = (p.astype(f32) + deltas[1][row, mine].astype(bf16).astype(f32)).astype(bf16)
+    if not form.reset:
+        p = (prefix[row, mine].astype(f32) + p.astype(f32)).astype(bf16)
+    which = (weights[3][0], mine) if form.stacked else (mine,)
+    res_norm, res_proj, norm = (weight[which].astype(f32) for weight in weights[:3])
+    bank = snapshots.at[row, :, mine]
+    sources = [*registers.sources(bank, count, form.t.eager, form.interpret), p]
+    registers.push_scores(sources, res_norm * res_proj, score_parts, *where)
+    registers.store(new.at[row, mine], p, form.interpret)
+    if form.snapshot:
+        registers.store(snapshots.at[row, valid, mine], p, form.interpret)
+    _meet(form, ready, 0)
+    sums = cluster_sum.totals(score_parts, totals, form.interpret)
+    shares = _shares(sums, valid, form.width, form.eps)
+    mixed = sources[0].astype(f32) * _wide(shares[0], span)
+    for source, share in zip(sources[1:], shares[1:], strict=True):
+        mixed = mixed + source.astype(f32) * _wide(share, span)
+    registers.push_squares(mixed, norm_parts, *where)
+    _meet(form, ready, 1)
+    (total,) = cluster_sum.totals(norm_parts, totals.at[pl.ds(0, 1)], form.interpret)
+    scale = lax.rsqrt(total * (1 / form.width) + form.eps)
+    out = (norm * mixed * _wide(scale, span)).astype(bf16)
+    registers.store(x.at[row, mine], out, form.interpret)
+
+
+def _meet(form: _Form, ready: Any, i: int) -> None:
+    """Wait for all parts of the row."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if form.interpret:
+        plgpu.barrier_arrive(ready.at[i])
+        plgpu.barrier_wait(ready.at[i])
+    else:
+        cluster_sum.barrier()
+
+
 def _wide(scalar: jax.Array, span: int) -> jax.Array:
     return lax.broadcast_in_dim(scalar, (span,), ())
-
-
-def _layout(span: int) -> Any:
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    return plgpu.Layout.WG_STRIDED((span,), vec_size=span // 128)
-
-
-def _sources(bank: Any, count: Any, eager: bool, interpret: bool) -> list[jax.Array]:
-    """Rows of a global ref bf16 [J, span], one array [span] each; zeros from `count` on."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    rows, span = bank.shape
-    if interpret:
-        last = jnp.maximum(count[0] - 1, 0)
-        numbers = range(rows)
-        return [jnp.where(j < count[0], bank[jnp.minimum(j, last)], 0) for j in numbers]
-    one = plgpu.ShapeDtypeStruct((span,), jnp.bfloat16, layout=_layout(span))
-    call = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 2, return_type=(one,) * rows)
-    return list(call(lambda _, *refs: _load_sources(*refs, span, eager))(bank, count))
-
-
-def _load_sources(bank: Any, count: Any, span: int, eager: bool) -> tuple[Any, ...]:
-    reg = common.Registers()
-    rows, words = bank.type.shape[0], span // 256
-    strides, _ = bank.type.get_strides_and_offset()
-    names = [f"r{i}" for i in range(words)]
-    load = f"{{{', '.join(names)}}}" if words > 1 else names[0]
-    load = f"ld.global.{f'v{words}.' if words > 1 else ''}b32 {load}, [${words}+PLACE];"
-    moves = "".join(f"mov.b32 ${i}, {name};" for i, name in enumerate(names))
-    clear = "".join(f"mov.b32 {name}, 0;" for name in names)
-    declare = f".reg .b32 {', '.join(names)};"
-    plain = "{" + declare + load + moves + "}"
-    guarded = f"{{.reg .pred in; setp.gt.s32 in, ${words + 1}, NUMBER;"
-    guarded += declare + clear + "@in " + load + moves + "}"
-
-    def row(text: str, j: int, *args: Any) -> list[Any]:
-        text = text.replace("PLACE", str(2 * strides[0] * j)).replace("NUMBER", str(j))
-        return reg.ptx(text, *args, results=words, volatile=True)
-
-    at = reg.wide_add(reg.global_address(bank), reg.mul(reg.thread(), 4 * words))
-    number = reg.global_address(count)
-    if eager:
-        loaded = [row(plain, j, at) for j in range(rows)]
-    (valid,) = reg.ptx("ld.global.b32 $0, [$1];", number, results=1, volatile=True)
-    if eager:
-        select = "{.reg .pred in; setp.gt.s32 in, $2, NUMBER; selp.b32 $0, $1, 0, in;}"
-        loaded = [
-            [reg.ptx(select.replace("NUMBER", str(j)), v, valid, results=1)[0] for v in source]
-            for j, source in enumerate(loaded)
-        ]
-    else:
-        loaded = [row(guarded, j, at, valid) for j in range(rows)]
-    bf16 = reg.ir.BF16Type.get()
-    frag = _layout(span).to_mgpu()
-    out = []
-    for source in loaded:
-        registers = np.empty(frag.registers_shape((span,)), dtype=object)
-        registers.flat[0] = reg.vector_of(source, frag.registers_element_type(bf16))
-        out.append(reg.fa.FragmentedArray(_registers=registers, _layout=frag, _is_signed=None))
-    return tuple(out)
-
-
-def _store(target: Any, value: jax.Array, interpret: bool) -> None:
-    """Value bf16 [span] to a global ref. A plain store would wait for all warps, twice."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    if interpret:
-        target[...] = value
-        return
-
-    def code(_: Any, ref: Any, fragment: Any) -> None:
-        reg = common.Registers()
-        words = reg.words(fragment.registers.flat[0])
-        at = reg.wide_add(reg.global_address(ref), reg.mul(reg.thread(), 4 * len(words)))
-        places = ", ".join(f"${i + 1}" for i in range(len(words)))
-        text = f"st.global.v{len(words)}.b32 [$0], {{{places}}};"
-        if len(words) == 1:
-            text = "st.global.b32 [$0], $1;"
-        reg.ptx(text, at, *words, volatile=True)
-
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), _layout(value.shape[0])))(code)(target, value)
-
-
-# $0, $1 sums of squares and of products with $3, $4 so far; $2 two bf16 numbers; $5, $6 the same
-_SCORE = """
-{
-.reg .b32 low, high, squares, products;
-shl.b32 low, $2, 16;
-and.b32 high, $2, 0xFFFF0000;
-fma.rn.f32 squares, low, low, $5;
-fma.rn.f32 products, low, $3, $6;
-fma.rn.f32 squares, high, high, squares;
-fma.rn.f32 products, high, $4, products;
-mov.b32 $0, squares;
-mov.b32 $1, products;
-}
-"""
-
-
-def _push_scores(
-    sources: Sequence[jax.Array], c: jax.Array, into: Any, part: Any, parts: int, interpret: bool
-) -> None:
-    """For each source the sums of s s and of s c, f32 [warps, 2 sources], to all CTAs."""
-
-    def sums(reg: common.Registers, c: Any, *fragments: Any) -> list[Any]:
-        factors = reg.elements(c.registers.flat[0])
-        zero, out = reg.as_f32(reg.constant(0)), []
-        for fragment in fragments:
-            pair = [zero, zero]
-            for i, word in enumerate(reg.words(fragment.registers.flat[0])):
-                two = factors[2 * i : 2 * i + 2]
-                pair = reg.ptx(_SCORE, word, *two, *pair, results=2, kind=reg.f32)
-            out += pair
-        return out
-
-    def twin(c: jax.Array, *sources: jax.Array) -> list[jax.Array]:
-        wide = [s.astype(jnp.float32) for s in sources]
-        return [jnp.sum(v) for s in wide for v in (s * s, s * c)]
-
-    layout = _layout(c.shape[0])
-    operands = [c, *sources]
-    cluster_sum.push(sums, operands, layout, into, part, parts, twin if interpret else None)
-
-
-def _push_squares(mixed: jax.Array, into: Any, part: Any, parts: int, interpret: bool) -> None:
-    """The sum of squares, f32 [warps, 1], to all CTAs."""
-
-    def sums(reg: common.Registers, fragment: Any) -> list[Any]:
-        values = reg.elements(fragment.registers.flat[0])
-        total = reg.arith.mulf(values[0], values[0])
-        for v in values[1:]:
-            total = reg.ptx("fma.rn.f32 $0, $1, $1, $2;", v, total, results=1, kind=reg.f32)[0]
-        return [total]
-
-    def twin(mixed: jax.Array) -> list[jax.Array]:
-        return [jnp.sum(mixed * mixed)]
-
-    layout = _layout(mixed.shape[0])
-    cluster_sum.push(sums, [mixed], layout, into, part, parts, twin if interpret else None)
 
 
 def _shares(totals: Sequence[jax.Array], valid: Any, d: int, eps: float) -> list[jax.Array]:

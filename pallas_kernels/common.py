@@ -261,24 +261,6 @@ def store_partial_sums(value: jax.Array, into: Any, interpret: bool) -> None:
     plgpu.inline_mgpu(arg_types=(layout, plgpu.RefType()))(code)(value, into)
 
 
-def store_total(parts: Any, into: Any, interpret: bool) -> None:
-    """The sum of shared f32 [n <= 32], in a fixed order, to `into`, shared f32 [1]."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    if interpret:
-        into[...] = jnp.sum(parts[...])[None]
-        return
-    count = parts.shape[0]
-
-    def code(_: Any, source: Any, target: Any) -> None:
-        reg = Registers()
-        text = _LOAD_LANE.replace("COUNT", str(count)) + _BUTTERFLY + _STORE_FIRST
-        at = reg.shared_address(source), reg.shared_address(target)
-        reg.ptx(text, reg.thread(), *at, volatile=True)
-
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 2)(code)(parts, into)
-
-
 _BUTTERFLY = "".join(
     f"shfl.sync.bfly.b32 other, sum, {1 << i}, 31, 0xFFFFFFFF;\nadd.f32 sum, sum, other;\n"
     for i in range(5)
@@ -295,22 +277,6 @@ setp.eq.u32 one, at, 0;
 shr.u32 at, $1, 5;
 mad.lo.u32 at, at, 4, $2;
 @one st.shared.b32 [at], $0;
-}
-"""
-# $0 thread, $1 numbers, $2 place
-_LOAD_LANE = """
-{
-.reg .pred one, in;
-.reg .b32 sum, other, at, lane;
-and.b32 lane, $0, 31;
-setp.lt.u32 in, lane, COUNT;
-mad.lo.u32 at, lane, 4, $1;
-mov.b32 sum, 0;
-@in ld.shared.b32 sum, [at];
-"""
-_STORE_FIRST = """
-setp.eq.u32 one, $0, 0;
-@one st.shared.b32 [$2], sum;
 }
 """
 

@@ -367,7 +367,7 @@ def _share(kind: _Kind, width: int, t: Tuning, interpret: bool) -> tuple[int, in
 
 
 @dataclass(frozen=True)
-class _Cta:
+class Cta:
     """One CTA while its kernel is traced: sizes, places, refs.
 
     x bf16 [M, K]; layer i32 [1]; norm bf16 [K] if there is a norm (eps not None). Scratch: ws bf16
@@ -439,7 +439,7 @@ class _Cta:
         return row_norm.scale_tile(seen, self.xs.at[slot], weight, self.width)
 
 
-def _multiply(c: _Cta, w: Any, kind: _Kind, first: int) -> None:
+def multiply(c: Cta, w: Any, kind: _Kind, first: int) -> None:
     """This warpgroup's part of the product of a tile of w, into its place in `sums`."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -477,7 +477,7 @@ def _multiply(c: _Cta, w: Any, kind: _Kind, first: int) -> None:
         row_norm.store_squares(result[1], c.squares.at[c.wg], c.width)
 
 
-def _store(c: _Cta, y: Any, kind: _Kind, first: int, staged: Any) -> None:
+def _store(c: Cta, y: Any, kind: _Kind, first: int, staged: Any) -> None:
     """Finish this CTA's columns of a tile and write them to y."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -531,10 +531,10 @@ def _body(
         tile, split, wg = (lax.axis_index(name) for name in ("tile", "split", "wg"))
         places = tile, split, wg
         scratch = ws, xs, sums, full, squares, acc, read, complete
-        c = _Cta(k, width, t, eps, interpret, *places, x, layer, norm, *scratch)
+        c = Cta(k, width, t, eps, interpret, *places, x, layer, norm, *scratch)
         for i, (kind, (low, high)) in enumerate(zip(kinds, ranges, strict=True)):
             here = (tile >= low) & (tile < high)
-            pl.when(here)(lambda i=i, kind=kind, low=low: _multiply(c, refs[i], kind, low))
+            pl.when(here)(lambda i=i, kind=kind, low=low: multiply(c, refs[i], kind, low))
         if c.in_cluster:
             cluster_sum.barrier()
         else:
@@ -553,7 +553,7 @@ def _body(
     return body
 
 
-def _result(c: _Cta, first: Any, columns: int, kind: _Kind) -> jax.Array:
+def _result(c: Cta, first: Any, columns: int, kind: _Kind) -> jax.Array:
     """Finished columns [width, columns] of a tile: all sums added, norm, SiTU, rounding."""
 
     def total(start: Any) -> jax.Array:

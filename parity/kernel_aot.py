@@ -94,8 +94,7 @@ def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
             lambda x, g, w, i: latent_up.latent_up(x, g, w, i, eps=1e-5),
             (s(bf16, m, 3584), s(bf16, 3584), s(bf16, 2, 448, 3584), layer),
         )
-        row = s(bf16, m, 7168)
-        wide = s(bf16, 7168)
+        row, wide = s(bf16, m, 7168), s(bf16, 7168)
         out[f"attn_res.rows{m}"] = (
             lambda p, b, c, d, *ws: attn_res.attn_res(p, b, c, d, *ws, eps=1e-5, snapshot=True),
             (row, s(bf16, m, 8, 7168), layer, row, wide, wide, wide),
@@ -129,7 +128,7 @@ def _small_cases(m: int) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels import attn_res, topk
+    from pallas_kernels import attn_res, topk, vocab
 
     bf16, f32, i32 = jnp.bfloat16, jnp.float32, jnp.int32
 
@@ -149,6 +148,11 @@ def _small_cases(m: int) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]
         f"topk.rows{m}": (
             lambda x, b, i: topk.topk(x, b, i, k=16, scaling=2.5),
             (logits, bias, layer),
+        ),
+        f"vocab.head.rows{m}": (vocab.vocab, (row, s(bf16, 10240, 7168))),
+        f"vocab.markov.rows{m}": (
+            vocab.vocab,
+            (s(bf16, m, 256), s(bf16, 10240, 256), s(f32, m, 10240)),
         ),
         f"topk.prefetch.rows{m}": (
             lambda x, b, i, w: topk.topk(x, b, i, k=16, scaling=2.5, prefetch=[(w, i)]),

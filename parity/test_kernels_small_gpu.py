@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import attn_res, topk
+from pallas_kernels import attn_res, topk, vocab
 from parity.kernel_env import needs_gpu, same
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
@@ -148,3 +148,27 @@ def test_topk_with_prefetch(rows):
     stacks = [(normal(7, 3, n, 7168), jnp.int32(2)) for n in (3, 768)]
     got = topk.topk(logits, bias, k=16, scaling=2.5, prefetch=stacks)
     equal_choices(got, topk.topk(logits, bias, k=16, scaling=2.5))
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("markov", [False, True])
+@pytest.mark.parametrize("columns", [10240, 200])
+def test_vocab(rows, markov, columns):
+    """Logits against the reference; max and argmax against the kernel's own logits, exactly."""
+    k = 256 if markov else 7168
+    x, w = with_nan_row(normal(0, rows, k)), normal(1, columns, k, scale=k**-0.5)
+    w = w.at[columns // 2 + 3].set(w[7])  # a tie, the largest for the last row
+    x = x.at[-1].set(40 * w[7])
+    base = None
+    if markov:
+        base = normal(2, rows, columns, dtype=F32).at[-1].set(0).at[-1, 3].set(jnp.nan)
+    call = jax.jit(lambda *a: vocab.vocab(*a))
+    args = (x, w) if base is None else (x, w, base)
+    logits, top, best = call(*args)
+    same(logits, vocab.reference(*args)[0], 1e-5 if markov else 2e-3)
+    values = np.asarray(logits)
+    if markov:
+        values = np.where(np.isnan(values), -np.inf, values)
+    assert (np.asarray(best) == np.argmax(values, -1)).all() and int(best[-1]) == 7
+    assert np.array_equal(np.asarray(top), np.max(values, -1), equal_nan=True)
+    repeats_equal(call, *args)

@@ -51,7 +51,7 @@ class PackedExperts(NamedTuple):
 
         tiles = [a.reshape(self.number, -1, *a.shape[1:])[ids] for a in self[:2]]
         found = unpack(*tiles, width=self.width, latent=self.latent)
-        return ExpertWeights(*found)
+        return ExpertWeights(*(a.squeeze(-3) for a in found))  # one expert each
 
 
 TILE_ROWS = 64  # of a packed tile

@@ -7,6 +7,8 @@ listed at the end.
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 
@@ -27,6 +29,9 @@ from pallas_kernels import latent_up, skinny
 from pallas_kernels import route as route_kernel
 
 BF16 = jnp.bfloat16
+# one trace and one lowering for all layers: the layer's number is an operand
+_once = partial(jax.jit, static_argnums=0)
+_once_per_block = partial(_once, static_argnames="starts_block")
 
 
 def unmet_settings(run: RunConfig) -> list[str]:
@@ -46,6 +51,7 @@ def unmet_shapes(config: ModelConfig, run: RunConfig, ranks: int) -> list[str]:
     return unmet(config, run, ranks)
 
 
+@_once_per_block
 def attn_in(
     static: Static,
     w: Layer,
@@ -60,11 +66,12 @@ def attn_in(
     n, i = w.stacks, w.index
     return attn_res_kernel.attn_res(
         prefix, snapshots, count, delta,
-        n.self_attention_res_norm[i], n.self_attention_res_proj[i], n.input_layernorm[i],
-        eps=static.config.rms_norm_eps, snapshot=starts_block,
+        n.self_attention_res_norm, n.self_attention_res_proj, n.input_layernorm,
+        layer=i, eps=static.config.rms_norm_eps, snapshot=starts_block,
     )  # fmt: skip
 
 
+@_once
 def kda(
     static: Static,
     w: Layer,
@@ -82,6 +89,7 @@ def kda(
     return heads, (Records(update, key, g), raw)
 
 
+@_once
 def kda_step(
     static: Static,
     w: Layer,
@@ -139,6 +147,7 @@ def mla(
     return standard.mla(static, w.sliced(), layer, x, inputs, kv_latent, kv_scale)
 
 
+@_once_per_block
 def attn_out(
     static: Static,
     w: Layer,
@@ -155,12 +164,13 @@ def attn_out(
     partial = skinny.skinny(heads, attention.stacks.o_proj, attention.index)
     y, prefix, _ = attn_res_kernel.attn_res(
         prefix, snapshots, count, all_reduce(partial, static.ranks),
-        n.mlp_res_norm[i], n.mlp_res_proj[i], n.post_attention_layernorm[i],
-        eps=static.config.rms_norm_eps, reset=starts_block,
+        n.mlp_res_norm, n.mlp_res_proj, n.post_attention_layernorm,
+        layer=i, eps=static.config.rms_norm_eps, reset=starts_block,
     )  # fmt: skip
     return y, prefix
 
 
+@_once
 def dense(static: Static, w: Layer, y: jax.Array) -> jax.Array:
     """`standard.dense` in two kernels."""
     hidden = skinny.skinny(y, w.stacks.gate_up_proj, w.index, situ=static.betas)
@@ -168,6 +178,7 @@ def dense(static: Static, w: Layer, y: jax.Array) -> jax.Array:
     return static.nx.round(all_reduce(partial, static.ranks))
 
 
+@_once
 def route(
     static: Static, w: Layer, y: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
@@ -188,6 +199,7 @@ def route(
     return latent, ids, weights, hidden
 
 
+@_once
 def experts(
     static: Static,
     w: Layer,
@@ -205,6 +217,7 @@ def experts(
     return routed, skinny.skinny(hidden, m.shared_down_proj, w.index)
 
 
+@_once
 def moe_out(static: Static, w: Layer, routed: jax.Array, shared: jax.Array) -> jax.Array:
     """`standard.moe_out`: norm and up projection in one kernel."""
     m, nx = w.stacks, static.nx
@@ -216,6 +229,7 @@ def moe_out(static: Static, w: Layer, routed: jax.Array, shared: jax.Array) -> j
     return nx.round(f32(all_gather(up, static.ranks)) + f32(shared))
 
 
+@_once
 def logits(static: Static, w: Root, hidden: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`standard.logits`: the product by a kernel."""
     values = f32(skinny.skinny(hidden, w.lm_head[None], 0, out_dtype=BF16))
