@@ -14,6 +14,7 @@ import tyro
 
 from bench.engine_options import AgenticOptions, DecodeOptions
 from bench.layers_options import LayersOptions
+from bench.ops_options import OpsOptions
 from bench.rank_slice_options import SliceOptions
 from bench.roofline import RELEASED, RooflineOptions
 from jax_impl.processes import ONE_PROCESS, ProcessOptions, is_first, launch
@@ -23,6 +24,7 @@ SLICE = SliceOptions()
 DECODE = DecodeOptions()
 AGENTIC = AgenticOptions()
 LAYERS = LayersOptions()
+OPS = OpsOptions()
 
 
 def roofline(
@@ -106,6 +108,30 @@ def layers(
     columns = ["", "us", "MB", "GB/s", "floor share"]
     names = [n for n in result["figures"] if n.endswith(".layer.busy_us")]
     return conclude(result, out, title, rows_to_print(result), names, columns)
+
+
+def ops(
+    options: Annotated[OpsOptions, tyro.conf.arg(name="")] = OPS,
+    *,
+    out: str | None = None,
+) -> int:
+    """Device time and error of every kernel over its cases, L2 cold, with the floor.
+
+    Example: python -m bench ops experts.tp16 attn_res --out ops.json
+
+    Args:
+        options: what to run.
+        out: write the result to this file after every case ('-' for standard output).
+    """
+    from bench.ops import chosen, run_ops
+    from bench.rank_slice_report import rows_to_print
+
+    if options.list:
+        print("\n".join(chosen(options.match)))
+        return 0
+    result = run_ops(options, out)
+    names = [n for n in result["figures"] if n.endswith(".kernel_us")]
+    return conclude(result, out, "kernels", rows_to_print(result), names)
 
 
 def decode(
@@ -257,6 +283,7 @@ COMMANDS = {
     "decode": decode,
     "rank-slice": rank_slice,
     "layers": layers,
+    "ops": ops,
     "roofline": roofline,
     "agentic": agentic,
     "compare": compare,
