@@ -98,8 +98,8 @@ def _feed_forward(exact: Static, weights: Weights, layer: int, got: dict[str, An
     twice = jnp.any(jnp.diff(jnp.sort(ids, axis=-1), axis=-1) == 0)
     share = jnp.take_along_axis(scores, ids, axis=-1)
     share = share / jnp.sum(share, -1, keepdims=True) * exact.config.routed_scaling_factor
-    latent, _, _, hidden = AUTO.route(exact, w, y)
-    delta = AUTO.moe_out(exact, w, *AUTO.experts(exact, w, latent, ids, share, hidden))
+    chosen = AUTO.route(exact, w, y)._replace(ids=ids, weights=share)
+    delta = AUTO.moe_out(exact, w, *AUTO.experts(exact, w, chosen))
     return {
         "router_gap": jnp.where(twice, jnp.inf, jnp.max(jnp.abs(best - mine))),
         "delta": _rel_l2(got["delta"], delta),

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax_impl.backend import Backend
 from jax_impl.cache import Cache, StepInputs
 from jax_impl.params import Dense, Kda, Layer, LayerNorms, Mla, Moe, Weights
+from jax_impl.stages.contract import Delta, whole
 from jax_impl.static import Static
 
 Record = dict[str, Any]  # stage outputs by name, filled while tracing
@@ -20,7 +21,7 @@ class Stream(NamedTuple):
 
     prefix: jax.Array  # compute dtype [N, D], running sum of the block
     snapshots: jax.Array  # compute dtype [N, J, D]; rows not yet taken hold nothing meaningful
-    delta: jax.Array  # compute dtype [N, D], feed-forward output not yet added to the prefix
+    delta: jax.Array | Delta  # compute dtype [N, D], feed-forward output not yet in the prefix
     entered: jax.Array | None = None  # [N, D], output of the layer before: prefix + delta
 
 
@@ -117,21 +118,21 @@ def run_layer(
     delta, chosen = feed_forward(static, backend, w.mlp, y)
     if record is not None:
         record |= {"x": x, "prefix_in": prefix, "heads": heads, "y": y, "prefix": after}
-        record |= {"delta": delta} | chosen
+        record |= {"delta": whole(static.nx, delta)} | chosen
     return Stream(after, snapshots, delta, prefix), cache, pending
 
 
 def feed_forward(
     static: Static, backend: Backend, w: Dense | Moe | Layer, y: jax.Array
-) -> tuple[jax.Array, Record]:
+) -> tuple[jax.Array | Delta, Record]:
     """Dense part or mixture of experts: y [N, D] -> delta [N, D], and what the stages returned."""
     if _is(w, Dense):
         return backend.dense(static, w, y), {}
-    latent, ids, share, hidden = backend.route(static, w, y)
-    routed, shared = backend.experts(static, w, latent, ids, share, hidden)
+    chosen = backend.route(static, w, y)
+    routed, shared = backend.experts(static, w, chosen)
     delta = backend.moe_out(static, w, routed, shared)
-    outputs = {"latent": latent, "ids": ids, "weights": share, "routed": routed, "shared": shared}
-    return delta, outputs
+    outputs = {"latent": chosen.latent, "ids": chosen.ids, "weights": chosen.weights}
+    return delta, outputs | {"routed": routed, "shared": shared}
 
 
 def forward(

@@ -206,12 +206,14 @@ def experts(
     width: int,
     betas: tuple[float, float],
     wide: bool = True,
+    units: Units | None = None,
     tuning: Tuning | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """The routed sum [N, Z] f32, see the module's docstring. `width` is m of this rank.
 
-    `wide` False is faster and takes scale bytes up to 128 only; the caller has looked.
+    `wide` False is faster and takes scale bytes up to 128 only; the caller has looked. `units` are
+    those of the ids, if they are known already.
 
     Raises:
         ValueError: `limits` are not met.
@@ -219,7 +221,7 @@ def experts(
     common.require(limits(latent, ids, w13, w2, width=width, tuning=tuning), "experts")
     t = tuning or default_tuning(latent.shape[0], width)
     experts_here = w2.shape[1] // (latent.shape[1] // mxfp4.ROWS)
-    units = plan(ids, experts_here, interpret=interpret)
+    units = units or plan(ids, experts_here, interpret=interpret)
     same: dict[str, Any] = dict(wide=wide, tuning=t, interpret=interpret)
     n, z = latent.shape
     h = gate_up(latent, units, w13, layer, k=ids.shape[1], width=width, betas=betas, **same)

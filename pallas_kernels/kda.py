@@ -248,23 +248,25 @@ class _Cta:
 
         return pl.ds(self.head * WIDTH, WIDTH)
 
-    def total(self, kind: int, t: int) -> Any:
+    def total(self, kind: int, t: Any) -> Any:
         """A complete sum of squares, a scalar."""
         parts = [self.sums[kind, t, i] for i in range(4)]
         return (parts[0] + parts[1]) + (parts[2] + parts[3])
 
-    def mine(self, t: int, work: Any) -> None:
-        """Token t's share of per-token work belongs to one warpgroup."""
-        from jax.experimental import pallas as pl
+    def each(self, work: Any) -> None:
+        """`work(c, t, ..)` for the tokens whose per-token work belongs to this warpgroup.
 
-        pl.when(self.wg == t % GROUPS)(work)
+        Loops over tokens stay loops: unrolled they take a minute to compile.
+        """
+        mine = (self.s.tokens - self.wg + GROUPS - 1) // GROUPS
+        lax.fori_loop(0, mine, lambda i, _: work(self.wg + GROUPS * i), None)
 
 
 def _sigmoid(x: jax.Array) -> jax.Array:
     return 1 / (1 + jnp.exp(-x))
 
 
-def _convolve(c: _Cta, t: int) -> None:
+def _convolve(c: _Cta, t: Any) -> None:
     """Convolution of token t: q, k, v to `rows`, sums of squares of q and k."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -283,7 +285,7 @@ def _convolve(c: _Cta, t: int) -> None:
             common.store_partial_sums(value * value, c.sums.at[part, t], c.interpret)
 
 
-def _decay(c: _Cta, t: int, z: Any, lower_bound: float, record: Any) -> None:
+def _decay(c: _Cta, t: Any, z: Any, lower_bound: float, record: Any) -> None:
     """Decay of token t from its low-rank product in `z` f32 [T, K]."""
     a = jnp.exp(c.w.A_log[c.layer, c.head])
     bias = c.w.dt_bias[c.layer, c.channels]
@@ -299,7 +301,7 @@ def _recur(c: _Cta, state: jax.Array, count: Any, outs: Any, update: Any) -> jax
 
     mine = pl.ds(c.wg * ROWS, ROWS)
 
-    def row(kind: int, t: int) -> jax.Array:
+    def row(kind: int, t: Any) -> jax.Array:
         return lax.broadcast_in_dim(c.rows[kind, t], (ROWS, WIDTH), (1,))
 
     def column(x: jax.Array) -> jax.Array:
@@ -308,7 +310,7 @@ def _recur(c: _Cta, state: jax.Array, count: Any, outs: Any, update: Any) -> jax
     def wide(x: jax.Array) -> jax.Array:
         return lax.broadcast_in_dim(x, (ROWS,), ())
 
-    for t in range(c.s.tokens):
+    def token(t: Any, state: jax.Array) -> jax.Array:
         strength = c.fused[c.sequence * c.s.tokens + t, 4 * c.s.p + WIDTH + c.head]
         beta = _sigmoid(strength.astype(jnp.float32))
         key_scale = lax.rsqrt(c.total(1, t) + L2_EPS)
@@ -323,11 +325,12 @@ def _recur(c: _Cta, state: jax.Array, count: Any, outs: Any, update: Any) -> jax
             update[c.sequence, t, c.head, mine] = u
         if c.s.commit:
             new = jnp.where(lax.broadcast_in_dim(t < count, new.shape, ()), new, state)
-        state = new
-    return state
+        return new
+
+    return lax.fori_loop(0, c.s.tokens, token, state)
 
 
-def _finish(c: _Cta, t: int, outs: Any, eps: float, heads: Any) -> None:
+def _finish(c: _Cta, t: Any, outs: Any, eps: float, heads: Any) -> None:
     """Gated norm of token t."""
     from jax.experimental import pallas as pl
 
@@ -413,17 +416,18 @@ def _body(s: _Shape, eps: float, lower_bound: float, interpret: bool) -> Any:
             plgpu.barrier_wait(small.at[0])
             pl.when((wg == 0) & jnp.logical_not(history))(forget)
             meet(0)
-            for t in range(s.tokens):
-                c.mine(t, lambda t=t: _convolve(c, t))
+            c.each(lambda t: _convolve(c, t))
             plgpu.barrier_wait(loaded.at[wg])
             matrix = f_b[wg].astype(jnp.float32)
-            for t in range(s.tokens):
+
+            def low_rank(t, _):
                 line = lax.broadcast_in_dim(low[t].astype(jnp.float32), (ROWS, WIDTH), (1,))
                 product = (matrix * line).sum(axis=1).astype(jnp.bfloat16)
                 z[t, pl.ds(wg * ROWS, ROWS)] = product.astype(jnp.float32)
+
+            lax.fori_loop(0, s.tokens, low_rank, None)
             meet(1)
-            for t in range(s.tokens):
-                c.mine(t, lambda t=t: _decay(c, t, z, lower_bound, g))
+            c.each(lambda t: _decay(c, t, z, lower_bound, g))
             meet(2)
             old = states[wg]
             old = jnp.where(lax.broadcast_in_dim(history, old.shape, ()), old, 0.0)
@@ -432,23 +436,19 @@ def _body(s: _Shape, eps: float, lower_bound: float, interpret: bool) -> Any:
                 states[wg] = new
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(states.at[wg], mine(state))
-            for t in range(s.tokens):
-                if key is not None:
-                    c.mine(t, lambda t=t: _record_key(c, t, key))
+            if key is not None:
+                c.each(lambda t: _record_key(c, t, key))
             meet(3)
-            for t in range(s.tokens):
-                c.mine(t, lambda t=t: _squares(c, t, outs))
+            c.each(lambda t: _squares(c, t, outs))
             if GROUPS > 1:  # a token's sums stay with its warpgroup
                 _warpgroup_barrier(interpret)
-            for t in range(s.tokens):
-                c.mine(t, lambda t=t: _finish(c, t, outs, eps, heads))
+            c.each(lambda t: _finish(c, t, outs, eps, heads))
             if s.commit:
                 pl.when(wg == 0)(lambda: _store_window(c, window, here, count))
                 plgpu.wait_smem_to_gmem(0)
 
         def pad():
-            for t in range(s.tokens):
-                c.mine(t, lambda t=t: _zeros(c, t, heads, records))
+            c.each(lambda t: _zeros(c, t, heads, records))
 
         pl.when(slot >= 0)(work)
         pl.when(slot < 0)(pad)
@@ -456,12 +456,12 @@ def _body(s: _Shape, eps: float, lower_bound: float, interpret: bool) -> Any:
     return body
 
 
-def _record_key(c: _Cta, t: int, key: Any) -> None:
+def _record_key(c: _Cta, t: Any, key: Any) -> None:
     scale = lax.rsqrt(c.total(1, t) + L2_EPS)
     key[c.sequence, t, c.head] = c.rows[1, t] * lax.broadcast_in_dim(scale, (WIDTH,), ())
 
 
-def _squares(c: _Cta, t: int, outs: Any) -> None:
+def _squares(c: _Cta, t: Any, outs: Any) -> None:
     o = outs[t].astype(jnp.bfloat16).astype(jnp.float32)
     common.store_partial_sums(o * o, c.sums.at[2, t], c.interpret)
 
@@ -486,7 +486,7 @@ def _store_window(c: _Cta, window: Any, slot: Any, count: Any) -> None:
         plgpu.copy_smem_to_gmem(source, window.at[c.layer, slot, :, channels])
 
 
-def _zeros(c: _Cta, t: int, heads: Any, records: Any) -> None:
+def _zeros(c: _Cta, t: Any, heads: Any, records: Any) -> None:
     heads[c.sequence * c.s.tokens + t, c.channels] = jnp.zeros((WIDTH,), jnp.bfloat16)
     for record in records:
         record[c.sequence, t, c.head] = jnp.zeros((WIDTH,), jnp.float32)

@@ -1,6 +1,7 @@
 """Latent norm and up projection of the routed experts: y = W rmsnorm(x).
 
-    x bf16 [N, Z], the complete latent sum, rounded once; norm bf16 [Z]; w bf16 [L, D/R, Z]
+    x bf16 [N, Z], the complete latent sum, rounded once; norm bf16 [Z] or [L, Z]
+    w bf16 [L, D/R, Z]
     y bf16 [N, D/R]
 
 Rounding: x * norm once to bf16, everything else in f32 (the row's scale is applied to the sums, see

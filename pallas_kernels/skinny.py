@@ -1,6 +1,7 @@
 """y = x W^T for few rows: BF16 weights streamed once, FP32 accumulation; also several W of one x.
 
-    x [M, K] bf16, M = 1..64;  each w [L, N, K] bf16, the whole stack;  layer: which matrix of it
+    x [M, >= K] bf16, M = 1..64, of which the first K columns are taken;  each w [L, N, K] bf16, the
+    whole stack;  layer: which matrix of it
     y [M, N] f32 (not rounded) or bf16 (one rounding)
 
 With `situ=(beta, linear_beta)` the rows of w are gate rows, then up rows, and y [M, N/2] bf16 is
@@ -143,7 +144,7 @@ def limits(
         common.expect(out, f"w[{i}] rank", p.w.ndim, "3 (layers, rows, columns)", p.w.ndim == 3)
     if out:
         return out
-    m, k = x.shape
+    m, k = x.shape[0], items[0].w.shape[2]
     rows = min(max(m, 1), common.MAX_ROWS)
     t = tuning or default_tuning(rows, [p.rows for p in items], k, common.blackwell())
     wanted = skinny_sm100.TILE if common.blackwell() else TILE
@@ -151,6 +152,7 @@ def limits(
     ok = t.tile == TILE or t.warpgroups == 1
     common.expect(out, "warpgroups", t.warpgroups, "1 with tcgen05", ok)
     common.expect(out, "rows of x", m, f"1..{common.MAX_ROWS}", 1 <= m <= common.MAX_ROWS)
+    common.expect(out, "columns of x", x.shape[1], f"at least {k}", x.shape[1] >= k)
     common.expect(out, "columns", k, "a multiple of 64", k % 64 == 0)
     cut = t.step * t.splits
     common.expect(out, "columns", k, f"a multiple of {cut}", k % cut == 0)
@@ -158,7 +160,8 @@ def limits(
         ok = t.step == row_norm.STEP
         common.expect(out, "step", t.step, f"{row_norm.STEP} with norm", ok)
         found = norm[0].shape
-        common.expect(out, "shape of the norm's weight", found, (k,), found == (k,))
+        ok = found == (k,) or (norm[0].ndim == 2 and found[1] == k)
+        common.expect(out, "shape of the norm's weight", found, f"({k},) or (layers, {k})", ok)
     common.expect(out, "splits", t.splits, "1, 2, 4 or 8", t.splits in (1, 2, 4, 8))
     common.expect(out, "dtype of x", x.dtype, "bfloat16", x.dtype == jnp.bfloat16)
     for i, p in enumerate(items):
@@ -192,10 +195,11 @@ def reference(
 ) -> list[jax.Array]:
     """The same in plain jnp."""
     out = []
+    x = x[:, : items[0].w.shape[2]]
     if norm is not None:
         f = x.astype(jnp.float32)
         f = f * lax.rsqrt(jnp.mean(f * f, -1, keepdims=True) + norm[1])
-        x = lax.reduce_precision(f * norm[0].astype(jnp.float32), 8, 7)
+        x = lax.reduce_precision(f * _one(norm[0], layer).astype(jnp.float32), 8, 7)
     for p in items:
         y = jnp.einsum(
             "mk,nk->mn",
@@ -205,6 +209,11 @@ def reference(
         )
         out.append(_finished(y, p.kind(TILE)))
     return out
+
+
+def _one(norm: jax.Array, layer: int | jax.Array) -> jax.Array:
+    """The layer's row of a norm's weights [L, K]; weights [K] as they are."""
+    return norm[layer] if norm.ndim == 2 else norm
 
 
 def _finished(y: jax.Array, kind: _Kind) -> jax.Array:
@@ -255,13 +264,13 @@ def projections(
         ValueError: `limits` are not met.
     """
     common.require(limits(x, items, norm=norm, tuning=tuning), "skinny")
-    m, k = x.shape
+    m, k = x.shape[0], items[0].w.shape[2]
     width = common.bucket(m)
     t = tuning or default_tuning(m, [p.rows for p in items], k, common.blackwell())
     kinds = tuple(p.kind(t.tile) for p in items)
     ws = [p.w for p in items]
     if interpret:
-        return _interpreted(x, ws, layer, kinds, norm, t)
+        return _interpreted(x[:, :k], ws, layer, kinds, norm, t)
     if m > 8:  # the copy engine takes rows of x by eights; the step's row buckets are such numbers
         x = jnp.pad(x, ((0, -m % 8), (0, 0)))
     shapes = []
@@ -271,7 +280,8 @@ def projections(
     eps = None if norm is None else norm[1]
     call = _build(k, width, kinds, t, shapes, eps, False)
     # without a norm its weight is any array, and not looked at
-    ys = call(x, common.layer_operand(layer), x if norm is None else norm[0], *ws)
+    rows = x if norm is None else norm[0].reshape(-1, k)
+    ys = call(x, common.layer_operand(layer), rows, *ws)
     return [y[:, : kind.columns] for y, kind in zip(ys, kinds, strict=True)]
 
 
@@ -292,7 +302,7 @@ def _interpreted(
     if norm is not None:
         f = x.astype(jnp.float32)
         factor = lax.rsqrt(jnp.mean(f * f, -1, keepdims=True) + norm[1])
-        x = x * norm[0]
+        x = x * _one(norm[0], layer)
     width = common.bucket(m)
     x = jnp.pad(x, ((0, width - m), (0, 0)), constant_values=jnp.nan)
     ws = [jnp.pad(w, ((0, 0), (0, -w.shape[1] % TILE), (0, 0))) for w in ws]
@@ -370,10 +380,10 @@ def _share(kind: _Kind, width: int, t: Tuning, interpret: bool) -> tuple[int, in
 class Cta:
     """One CTA while its kernel is traced: sizes, places, refs.
 
-    x bf16 [M, K]; layer i32 [1]; norm bf16 [K] if there is a norm (eps not None). Scratch: ws bf16
-    [ring, tile, step], xs bf16 [ring, width, step], sums f32 [warpgroups, tile, width], squares f32
-    [warpgroups, width / 8, 16] with a norm; with tcgen05 acc f32 [128, width] in tensor memory and
-    its barriers read and complete.
+    x bf16 [M, K]; layer i32 [1]; norm bf16 [L or 1, K] if there is a norm (eps not None). Scratch:
+    ws bf16 [ring, tile, step], xs bf16 [ring, width, step], sums f32 [warpgroups, tile, width],
+    squares f32 [warpgroups, width / 8, 16] with a norm; with tcgen05 acc f32 [128, width] in tensor
+    memory and its barriers read and complete.
     """
 
     k: int
@@ -435,7 +445,8 @@ class Cta:
         plgpu.barrier_wait(self.full.at[slot])
         if self.eps is None:
             return seen
-        weight = self.norm.at[self.columns(j)]
+        which = self.layer[0] if self.norm.shape[0] > 1 else 0
+        weight = self.norm.at[which, self.columns(j)]
         return row_norm.scale_tile(seen, self.xs.at[slot], weight, self.width)
 
 

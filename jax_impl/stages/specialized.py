@@ -17,16 +17,18 @@ from jax_impl.collectives import all_gather, all_gather_packed, all_reduce, all_
 from jax_impl.config import ModelConfig, RunConfig
 from jax_impl.numerics import f32
 from jax_impl.ops.kda import Records
-from jax_impl.ops.router import choose_experts
 from jax_impl.params import Layer, Root
 from jax_impl.stages import standard
+from jax_impl.stages.contract import Delta, Routed, whole
+from jax_impl.stages.paged import positions
 from jax_impl.static import Static
 from pallas_kernels import attn_res as attn_res_kernel
 from pallas_kernels import experts as experts_kernel
 from pallas_kernels import kda as kda_kernel
 from pallas_kernels import kda_commit as commit_kernel
-from pallas_kernels import latent_up, skinny
+from pallas_kernels import latent_up, mla_attend, mla_query, mla_value, skinny, topk
 from pallas_kernels import route as route_kernel
+from pallas_kernels.skinny import Projection
 
 BF16 = jnp.bfloat16
 # one trace and one lowering for all layers: the layer's number is an operand
@@ -58,16 +60,17 @@ def attn_in(
     prefix: jax.Array,
     snapshots: jax.Array,
     count: int | jax.Array,
-    delta: jax.Array,
+    delta: jax.Array | Delta,
     *,
     starts_block: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`standard.attn_in` in one kernel."""
     n, i = w.stacks, w.index
+    delta, shared = delta if isinstance(delta, Delta) else (delta, None)
     return attn_res_kernel.attn_res(
         prefix, snapshots, count, delta,
         n.self_attention_res_norm, n.self_attention_res_proj, n.input_layernorm,
-        layer=i, eps=static.config.rms_norm_eps, snapshot=starts_block,
+        layer=i, eps=static.config.rms_norm_eps, snapshot=starts_block, shared=shared,
     )  # fmt: skip
 
 
@@ -134,6 +137,7 @@ def kda_commit(
     return commit_kernel.kda_commit(*records, raw, state, window, rows)
 
 
+@_once
 def mla(
     static: Static,
     w: Layer,
@@ -143,8 +147,42 @@ def mla(
     kv_latent: jax.Array,
     kv_scale: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`standard.mla`: projections by kernels, attention still standard."""
-    return standard.mla(static, w.sliced(), layer, x, inputs, kv_latent, kv_scale)
+    """`standard.mla` in five kernels; the latent cache in place."""
+    c, m, eps = static.config, w.stacks, static.run.latent_eps
+    (batch, tokens), heads = inputs.tokens.shape, c.num_attention_heads // static.ranks.size
+    a, gate = skinny.projections(
+        x, [Projection(m.a_proj, BF16), Projection(m.g_proj, BF16)], w.index
+    )
+    (q,) = skinny.projections(
+        a, [Projection(m.q_b_proj, BF16)], w.index, norm=(m.q_a_layernorm, eps)
+    )
+    tuning = mla_attend.default_tuning(batch, tokens * heads, static.run.fp8)
+    place, ends = _places(inputs, kv_latent.shape[2]), _ends(inputs)
+    cache = jax.new_ref(kv_latent)
+    q_rows = mla_query.query(
+        q, a, m.kv_b_proj, w.index, m.kv_a_layernorm[w.index], cache, layer, place, kv_scale,
+        eps=eps, heads=heads, tokens=tokens, columns=tuning.columns,
+    )  # fmt: skip
+    parts = mla_attend.attend(
+        q_rows, cache, layer, inputs.page_table, ends, kv_scale,
+        heads=heads, latent=c.kv_lora_rank, scale=c.qk_head_dim**-0.5, tuning=tuning,
+    )  # fmt: skip
+    found = mla_value.value(parts, ends, gate, m.kv_b_proj, w.index, heads=heads)
+    return found, jax.freeze(cache)
+
+
+def _places(inputs: StepInputs, page_size: int) -> jax.Array:
+    """i32 [N]: cache row of each real token, counted over all pages; -1 where there is none."""
+    where = positions(inputs)
+    index = where // page_size
+    page = jnp.take_along_axis(inputs.page_table, index, axis=1, mode="clip")
+    here = inputs.row_live() & (page >= 0) & (index < inputs.page_table.shape[1])
+    return jnp.where(here, page * page_size + where % page_size, -1).reshape(-1)
+
+
+def _ends(inputs: StepInputs) -> jax.Array:
+    """i32 [B, T]: how many rows of its sequence each token sees; 0 where it is not real."""
+    return jnp.where(inputs.row_live(), positions(inputs) + 1, 0)
 
 
 @_once_per_block
@@ -179,54 +217,56 @@ def dense(static: Static, w: Layer, y: jax.Array) -> jax.Array:
 
 
 @_once
-def route(
-    static: Static, w: Layer, y: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """`standard.route`: one kernel for all that reads y."""
+def route(static: Static, w: Layer, y: jax.Array) -> Routed:
+    """`standard.route` in two kernels: all that reads y, and the choice with the experts' units."""
     c, m = static.config, w.stacks
     logits, latent, hidden = route_kernel.route(
         y, m.gate, m.routed_expert_down_proj, m.shared_gate_up_proj, w.index, betas=static.betas
     )
     logits, latent = all_gather_packed((logits, latent), static.ranks)
-    ids, weights = choose_experts(
-        logits,
-        m.e_score_correction_bias[w.index],
-        c.num_experts_per_token,
-        c.num_expert_group,
-        c.topk_group,
-        c.routed_scaling_factor,
-    )
-    return latent, ids, weights, hidden
+    ids, weights, units = topk.topk(
+        logits, m.e_score_correction_bias, w.index,
+        k=c.num_experts_per_token, scaling=c.routed_scaling_factor,
+    )  # fmt: skip
+    return Routed(latent, ids, weights, hidden, units)
 
 
 @_once
-def experts(
-    static: Static,
-    w: Layer,
-    latent: jax.Array,
-    ids: jax.Array,
-    weights: jax.Array,
-    hidden: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
-    """`standard.experts` in kernels."""
+def experts(static: Static, w: Layer, routed: Routed) -> tuple[jax.Array, jax.Array]:
+    """`standard.experts` in three kernels."""
     m = w.stacks
     width = static.config.moe_intermediate_size // static.ranks.size
-    routed = experts_kernel.experts(
-        latent, ids, weights, m.w13_tiles, m.w2_tiles, w.index, width=width, betas=static.betas
-    )
-    return routed, skinny.skinny(hidden, m.shared_down_proj, w.index)
+    total = experts_kernel.experts(
+        routed.latent, routed.ids, routed.weights, m.w13_tiles, m.w2_tiles, w.index,
+        width=width, betas=static.betas, units=routed.units,
+    )  # fmt: skip
+    return total, skinny.skinny(routed.hidden, m.shared_down_proj, w.index)
 
 
 @_once
-def moe_out(static: Static, w: Layer, routed: jax.Array, shared: jax.Array) -> jax.Array:
-    """`standard.moe_out`: norm and up projection in one kernel."""
-    m, nx = w.stacks, static.nx
-    total, shared = (nx.round(x) for x in all_reduce_packed((routed, shared), static.ranks))
+def moe_out(static: Static, w: Layer, routed: jax.Array, shared: jax.Array) -> Delta:
+    """`standard.moe_out`: norm and up projection in one kernel; `attn_in` adds the parts."""
+    m = w.stacks
+    total, shared = all_reduce_packed((routed, shared), static.ranks)
     up = latent_up.latent_up(
-        total, m.routed_expert_norm[w.index], m.routed_expert_up_proj, w.index,
+        static.nx.round(total), m.routed_expert_norm, m.routed_expert_up_proj, w.index,
         eps=static.config.rms_norm_eps,
     )  # fmt: skip
-    return nx.round(f32(all_gather(up, static.ranks)) + f32(shared))
+    return Delta(all_gather(up, static.ranks), shared)
+
+
+@_once
+def head_in(
+    static: Static,
+    w: Root,
+    prefix: jax.Array,
+    snapshots: jax.Array,
+    count: int | jax.Array,
+    delta: jax.Array | Delta,
+) -> tuple[jax.Array, jax.Array]:
+    """`standard.head_in`, which is outside the layers."""
+    delta = whole(static.nx, delta)
+    return standard.head_in(static, w, prefix, snapshots, count, delta)
 
 
 @_once
@@ -238,7 +278,6 @@ def logits(static: Static, w: Root, hidden: jax.Array) -> tuple[jax.Array, jax.A
 
 # standard functions: what they do is outside the layers
 embed = standard.embed
-head_in = standard.head_in
 draft_context = standard.draft_context
 draft_block = standard.draft_block
 draft_markov = standard.draft_markov

@@ -29,6 +29,7 @@ from jax_impl.ops.norm import gated_rmsnorm, l2norm, rmsnorm
 from jax_impl.ops.router import choose_experts
 from jax_impl.ops.situ import situ_hidden, situ_mlp
 from jax_impl.params import Dense, Kda, LayerNorms, Mla, Moe, Root
+from jax_impl.stages.contract import Routed
 from jax_impl.stages.draft import draft_block, draft_context, draft_markov  # noqa: F401  (stages)
 from jax_impl.stages.paged import positions, read_rows, write_rows
 from jax_impl.static import Static
@@ -290,15 +291,10 @@ def dense(static: Static, w: Dense, y: jax.Array) -> jax.Array:
     return static.nx.round(all_reduce(partial, static.ranks))
 
 
-def route(
-    static: Static, w: Moe, y: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+def route(static: Static, w: Moe, y: jax.Array) -> Routed:
     """Everything that reads y: the choice of experts, their input, the shared experts' activation.
 
     Crosses ranks.
-
-    Returns: latent [N, Z], expert ids i32 [N, k], expert weights f32 [N, k], and the shared
-    experts' hidden rows [N, M] on this rank.
     """
     c, nx = static.config, static.nx
     logits, latent = all_gather_packed(
@@ -312,18 +308,13 @@ def route(
         c.topk_group,
         c.routed_scaling_factor,
     )
-    return latent, ids, weights, situ_hidden(nx, y, w.shared_gate_up_proj, *static.betas)
+    hidden = situ_hidden(nx, y, w.shared_gate_up_proj, *static.betas)
+    return Routed(latent, ids, weights, hidden)
 
 
-def experts(
-    static: Static,
-    w: Moe,
-    latent: jax.Array,
-    ids: jax.Array,
-    weights: jax.Array,
-    hidden: jax.Array,
-) -> tuple[jax.Array, jax.Array]:
+def experts(static: Static, w: Moe, routed: Routed) -> tuple[jax.Array, jax.Array]:
     """This rank's share of the routed sum [N, Z] and of the shared experts [N, D], both f32."""
+    latent, ids, weights, hidden, _ = routed
     if static.run.experts == "ep":  # ids of this rank's experts; others are out of range
         ids = ids - rank_index(static.ranks) * w.w13_packed.shape[0]
     if w.w13_tiles is None:
@@ -331,8 +322,8 @@ def experts(
     else:
         width = static.config.moe_intermediate_size // static.ranks.size
         mine = PackedExperts(w.w13_tiles, w.w2_tiles, width, latent.shape[-1])
-    routed = routed_experts(static.nx, latent, ids, weights, mine, static.betas)
-    return routed, static.nx.project(hidden, w.shared_down_proj)
+    total = routed_experts(static.nx, latent, ids, weights, mine, static.betas)
+    return total, static.nx.project(hidden, w.shared_down_proj)
 
 
 def moe_out(static: Static, w: Moe, routed: jax.Array, shared: jax.Array) -> jax.Array:
