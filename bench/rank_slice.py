@@ -49,6 +49,8 @@ from jax_impl.sharding import Placement, require_ranks
 from jax_impl.static import Static
 from jax_impl.tiny_presets import PRESETS, text_config
 
+COUNTED = 20  # layers in which distinct experts are counted, so that no deep program is needed
+
 
 def load_config(preset: str) -> ModelConfig:
     """The released model's configuration, or that of a small preset."""
@@ -77,6 +79,14 @@ class Setting:
     def static(self) -> Static:
         """Of the deepest model."""
         return list(self.depths.values())[-1]
+
+    @property
+    def routed(self) -> Static:
+        """Of the shallowest, whose layers' experts are counted; at most `COUNTED` of them."""
+        found = next(iter(self.depths.values()))
+        if found.config.num_moe_layers <= COUNTED:
+            return found
+        return replace(found, config=slice_model.with_moe_layers(self.config, COUNTED))
 
 
 def prepare(o: SliceOptions) -> Setting:
@@ -146,7 +156,7 @@ class Programs:
     def jobs(
         self, setting: Setting, weights: Weights, cache: Cache
     ) -> list[tuple[Any, Callable[[], Any]]]:
-        """(key, compile) of every program."""
+        """(key, lower) of every program."""
         backend, case, method = setting.backend, self.case, setting.method
         found: list[tuple[Any, Any, tuple[Any, ...]]] = []
         args = (weights, cache, self.inputs)
@@ -155,20 +165,20 @@ class Programs:
             found.append(((n, "loop"), slice_model.captured_loop(one), (*args, self.tokens)))
             step = slice_model.dispatched_step(static, backend, case, method)
             found.append(((n, "dispatched"), step, args))
-        found.append(("ids", slice_model.chosen_experts(setting.static, backend, case), args))
+        found.append(("ids", slice_model.chosen_experts(setting.routed, backend, case), args))
         for kind, layer in slice_parity.checked_layers(setting.static).items():
             check = slice_parity.layer_check(setting.static, backend, layer)
             found.append((("check", kind), check, (*args, *self.stream)))
-        return [(key, lambda f=f, a=a: f.lower(*a).compile()) for key, f, a in found]
+        return [(key, lambda f=f, a=a: f.lower(*a)) for key, f, a in found]
 
 
 def compile_all(setting: Setting, programs: list[Programs], weights: Weights, cache: Cache) -> None:
-    """Compile everything, several programs at a time."""
+    """Compile everything: traced one after the other, then several compiled at a time."""
     with ThreadPoolExecutor(setting.options.compile_workers) as pool:
         waiting = [
-            (p, key, pool.submit(job))
+            (p, key, pool.submit(lower().compile))
             for p in programs
-            for key, job in p.jobs(setting, weights, cache)
+            for key, lower in p.jobs(setting, weights, cache)
         ]
         for p, key, future in waiting:
             p.compiled[key] = future.result()
@@ -207,8 +217,9 @@ class Runner:
             calls[f"moe{n}_dispatched"] = lambda n=n: self.dispatched(programs, n)
         o = setting.options
         return timing.alternate(
-            calls, self.wait, steps=o.steps, repeats=o.repeats, warmups=o.warmups
-        )
+            calls, self.wait, steps=o.steps, repeats=o.repeats, warmups=o.warmups,
+            budget_s=o.budget,
+        )  # fmt: skip
 
 
 def routing(setting: Setting, runner: Runner, programs: Programs) -> list[float]:
@@ -255,12 +266,13 @@ def run_rank_slice(o: SliceOptions, argv: list[str] | None = None) -> dict[str, 
     with stage("routing and parity", took):
         distinct = {p.case.name: routing(setting, runner, p) for p in programs}
         apart = {k: v for p in programs for k, v in distances(p, runner).items()}
-    before = describe_machine()
+    machine, idle = describe_machine(), None
     figures: dict[str, Any] = {}
     with stage("timing", took):
         for p in programs:
             samples = runner.measure(setting, p)
             figures |= figures_of(setting, p.case, samples, distinct[p.case.name])
+            idle, machine["clocks"] = idle or machine["clocks"], describe_machine()["clocks"]
     parity = slice_parity.verdict(setting.static, apart)
     parity |= {"logits_finite_in_every_sample": runner.finite}
     if not runner.finite:
@@ -268,7 +280,7 @@ def run_rank_slice(o: SliceOptions, argv: list[str] | None = None) -> dict[str, 
     return {
         "schema": SCHEMA,
         "command": command_line(argv),
-        "conditions": before | conditions_of(setting, figures, took),
+        "conditions": machine | {"clocks_before": idle} | conditions_of(setting, figures, took),
         "figures": figures,
         "parity": parity,
     }
