@@ -46,14 +46,21 @@ class Activity:
         return self.start + self.duration
 
 
-def record(call: Callable[[], Any], folder: Path | None = None) -> Path:
-    """Trace one call to its end; the file. With `folder` a Perfetto trace is left there too."""
-    place = Path(tempfile.mkdtemp(prefix="k3_trace_")) if folder is None else folder
-    before = set(place.rglob("*.xplane.pb"))
-    with jax.profiler.trace(str(place), create_perfetto_trace=folder is not None):
-        jax.block_until_ready(call())
-    (file,) = set(place.rglob("*.xplane.pb")) - before
-    return file
+def record(call: Callable[[], Any], folder: Path | None = None) -> list[Activity]:
+    """Activities of one call, traced to its end; with `folder` a Perfetto trace is left there.
+
+    Raises:
+        RuntimeError: the profiler saw none.
+    """
+    with tempfile.TemporaryDirectory(prefix="k3_trace_") as name:
+        place = Path(name) if folder is None else folder
+        before = set(place.rglob("*.xplane.pb"))
+        with jax.profiler.trace(str(place), create_perfetto_trace=folder is not None):
+            jax.block_until_ready(call())
+        found = sorted(set(place.rglob("*.xplane.pb")) - before)
+        if not found:
+            raise RuntimeError(f"{place}: the profiler wrote no trace; give an empty folder")
+        return read(found[-1])
 
 
 def read(file: Path) -> list[Activity]:

@@ -8,7 +8,9 @@ from typing import Any
 from bench.result import halves_differ, is_noisy
 
 # conditions that say when and how long, not what was measured
-PASSING = ("clocks", "seconds", "noisy", "definitions", "memory", "routing")
+PASSING = (
+    "clocks", "clocks_before", "seconds", "noisy", "definitions", "memory", "routing", "plans",
+)  # fmt: skip
 
 
 def differing(a: Any, b: Any, path: str = "") -> Iterator[tuple[str, str, str]]:

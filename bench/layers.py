@@ -137,8 +137,7 @@ def trace_layer(
     jax.block_until_ready(call())
     for turn in range(repeats):
         fill(flush).block_until_ready()
-        file = activities.record(call, perfetto if turn == 0 else None)
-        seen = activities.leaves(activities.read(file))
+        seen = activities.leaves(activities.record(call, perfetto if turn == 0 else None))
         found.append([replace(a, stage=where.get(a.operation, "")) for a in seen])
     return found, ids
 

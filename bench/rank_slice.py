@@ -184,6 +184,16 @@ def compile_all(setting: Setting, programs: list[Programs], weights: Weights, ca
             p.compiled[key] = future.result()
 
 
+def temporaries(programs: list[Programs]) -> dict[str, int]:
+    """Bytes that each timed program needs beside weights, cache and inputs; copies would show."""
+    return {
+        f"{p.case.name}.moe{key[0]}.{key[1]}": int(run.memory_analysis().temp_size_in_bytes)
+        for p in programs
+        for key, run in p.compiled.items()
+        if key[1] in ("loop", "dispatched")
+    }
+
+
 class Runner:
     """Calls programs on the one cache, which every step donates and gives back."""
 
@@ -280,7 +290,9 @@ def run_rank_slice(o: SliceOptions, argv: list[str] | None = None) -> dict[str, 
     return {
         "schema": SCHEMA,
         "command": command_line(argv),
-        "conditions": machine | {"clocks_before": idle} | conditions_of(setting, figures, took),
+        "conditions": machine
+        | {"clocks_before": idle, "temporaries_bytes": temporaries(programs)}
+        | conditions_of(setting, figures, took),
         "figures": figures,
         "parity": parity,
     }
