@@ -93,34 +93,38 @@ def topk_case(m: int, seed: int) -> Problem:
 
 
 def vocab_case(m: int, k: int, markov: bool, seed: int) -> Problem:
-    """This rank's logits at TP16 with max and argmax; `markov` adds base logits."""
+    """This rank's logits at TP16 with max and argmax; `markov`: base logits, rows by number."""
     from jax_impl.numerics import Numerics
     from pallas_kernels.vocab import vocab
 
     nx, n = Numerics(), 10240
     layers = stack_depth(2 * n * k)
     key = jax.random.key(seed)
-    x = normal(key, (m, k))
+    table = normal(key, (163840 if markov else m, k))
+    ids = (jnp.arange(m, dtype=jnp.int32) * 7919 + 5) % table.shape[0]
     ws = [normal(jax.random.fold_in(key, i), (n, k), k**-0.5) for i in range(layers)]
     base = jax.random.normal(jax.random.fold_in(key, 99), (m, n), jnp.float32)
+
+    def kernel(table: jax.Array, w: jax.Array, base: jax.Array, ids: jax.Array) -> Any:
+        return vocab(table, w, base, ids=ids) if markov else vocab(table, w)
+
+    def plain(table: jax.Array, w: jax.Array, base: jax.Array, ids: jax.Array) -> jax.Array:
+        return base + nx.project(table[ids], w) if markov else nx.linear(table, w)
+
     # ids and maxima leave the program too, so that their reduction is part of it
-    fast = jax.jit(lambda x, w, base: vocab(x, w, base if markov else None))
-
-    def plain(x: jax.Array, w: jax.Array, base: jax.Array) -> jax.Array:
-        return base + nx.project(x, w) if markov else nx.linear(x, w)
-
-    standard = jax.jit(plain)
+    fast, standard = jax.jit(kernel), jax.jit(plain)
 
     def exact(layer: int, rows: np.ndarray) -> np.ndarray:
-        y = f64(x)[rows] @ f64(ws[layer]).T
+        x = f64(table[ids] if markov else table)[rows]
+        y = x @ f64(ws[layer]).T
         return y + f64(base)[rows] if markov else y
 
     return Problem(
-        lambda layer: fast(x, ws[int(layer)], base)[0],
+        lambda layer: fast(table, ws[int(layer)], base, ids)[0],
         2 * n * k + 2 * m * k + 4 * m * n * (1 + markov),
         layers,
         exact,
-        lambda layer: standard(x, ws[layer], base),
+        lambda layer: standard(table, ws[layer], base, ids),
         np.arange(m),
     )
 

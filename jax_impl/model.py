@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from jax_impl.backend import Backend
 from jax_impl.cache import Cache, StepInputs
-from jax_impl.params import Dense, Kda, Layer, LayerNorms, Mla, Moe, Weights
+from jax_impl.params import Dense, Kda, Layer, LayerWeights, Moe, Weights
 from jax_impl.stages.contract import Delta, whole
 from jax_impl.static import Static
 
@@ -32,14 +32,6 @@ class Forward(NamedTuple):
     cache: Cache
     pending: list[Any]  # without commit: what `kda_commit` needs, per KDA layer
     taps: jax.Array | None  # compute dtype [N, G D], the tapped streams side by side
-
-
-class LayerWeights(NamedTuple):
-    """One layer's weights: slices of the stacks, or the stacks and a place (`Layer`)."""
-
-    norms: LayerNorms | Layer
-    attention: Kda | Mla | Layer
-    mlp: Dense | Moe | Layer
 
 
 class Place(NamedTuple):
@@ -93,7 +85,7 @@ def run_layer(
     was and what `kda_commit` needs is returned (None in MLA layers and with `commit`).
     """
     x, prefix, snapshots = backend.attn_in(
-        static, w.norms, stream.prefix, stream.snapshots, where.snapshots, stream.delta,
+        static, w, stream.prefix, stream.snapshots, where.snapshots, stream.delta,
         starts_block=where.starts_block,
     )  # fmt: skip
     pending = None
@@ -112,7 +104,7 @@ def run_layer(
             static, w.attention, where.attention, x, inputs, cache.kda_state, cache.conv_window
         )
     y, after = backend.attn_out(
-        static, w.norms, w.attention, heads, prefix, snapshots,
+        static, w, heads, prefix, snapshots,
         where.snapshots + where.starts_block, starts_block=where.starts_block,
     )  # fmt: skip
     delta, chosen = feed_forward(static, backend, w.mlp, y)

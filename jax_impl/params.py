@@ -117,6 +117,14 @@ class Layer(NamedTuple):
         return jax.tree.map(lambda a: a[self.index], self.stacks)
 
 
+class LayerWeights(NamedTuple):
+    """One layer's weights: slices of the stacks, or the stacks and a place (`Layer`)."""
+
+    norms: LayerNorms | Layer
+    attention: Kda | Mla | Layer
+    mlp: Dense | Moe | Layer
+
+
 def from_arrays(arrays: dict[tuple[str, str], jax.Array]) -> Weights:
     """Assemble the pytree from (kind, name) -> array."""
     kinds: dict[str, dict[str, jax.Array]] = {kind: {} for kind in KINDS}

@@ -172,23 +172,23 @@ def prefetch_layers(
 ) -> None:
     """One of `shares` equal parts of the stacks' layers towards L2, `most` bytes in all at most.
 
-    `operands` are the refs of `prefetch_operands`; the stacks are taken in their order.
+    `operands` are the refs of `prefetch_operands`; the stacks are taken in their order. Of a layer
+    that is larger than what is left every row's beginning is taken, because a product starts with
+    all rows at once.
     """
-    from jax.experimental import pallas as pl
-
     for layer, stack in zip(operands[::2], operands[1::2], strict=True):
-        rows = min(stack.shape[1], most // _row_bytes(stack))
-        most -= rows * _row_bytes(stack)
-        if rows:
-            part = stack.at[layer[0]].at[pl.ds(0, rows)]
-            prefetch_l2(part, share, shares, interpret)
+        rows, size = stack.shape[1], _row_bytes(stack)
+        piece = min(size, most // rows // _LINE_BYTES * _LINE_BYTES)
+        most -= rows * piece
+        if piece:
+            prefetch_l2(stack.at[layer[0]], piece, share, shares, interpret)
 
 
-def prefetch_l2(ref: Any, share: Any, shares: int, interpret: bool) -> None:
-    """One of `shares` equal parts, in whole rows, of a contiguous global ref [rows, ..] towards L2.
+def prefetch_l2(ref: Any, piece: int, share: Any, shares: int, interpret: bool) -> None:
+    """The first `piece` bytes of each row towards L2, for one of `shares` equal parts of the rows.
 
     A hint: nothing waits for it, and nothing depends on it. The interpreter does nothing. The last
-    parts may overlap.
+    parts may overlap. `ref` is global and contiguous, [rows, ..].
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -197,27 +197,30 @@ def prefetch_l2(ref: Any, share: Any, shares: int, interpret: bool) -> None:
         return
     rows = ref.shape[0]
     per = -(-rows // shares)
-    size = per * math.prod(ref.shape[1:]) * jnp.dtype(ref.dtype).itemsize
+    size = math.prod(ref.shape[1:]) * jnp.dtype(ref.dtype).itemsize
 
     def code(_: Any, part: Any) -> None:
         reg = Registers()
-        first, thread = reg.global_address(part), reg.thread()
-        for at in range(0, size, _PREFETCH_PIECE):
-            piece = str(min(_PREFETCH_PIECE, size - at))
-            text = _PREFETCH.replace("PLACE", str(at)).replace("PIECE", piece)
-            reg.ptx(text, thread, first, volatile=True)
+        text = _PREFETCH.replace("ROWS", str(per)).replace("SIZE", str(size))
+        text = text.replace("PIECE", str(piece))
+        for at in range(0, per, 128):
+            row = reg.add(reg.thread(), at)
+            reg.ptx(text, row, reg.global_address(part), volatile=True)
 
     start = jnp.minimum(share * per, rows - per)
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(code)(ref.at[pl.ds(start, per)])
 
 
-_PREFETCH_PIECE = 32768  # bytes one instruction asks for
-# $0 thread, $1 address
+_LINE_BYTES = 128  # what L2 fetches at once
+# $0 row, $1 address of the first
 _PREFETCH = """
 {
-.reg .pred one;
-setp.eq.u32 one, $0, 0;
-@one cp.async.bulk.prefetch.L2.global [$1+PLACE], PIECE;
+.reg .pred in;
+.reg .b64 at;
+setp.lt.u32 in, $0, ROWS;
+mul.wide.u32 at, $0, SIZE;
+add.u64 at, at, $1;
+@in cp.async.bulk.prefetch.L2.global [at], PIECE;
 }
 """
 

@@ -20,6 +20,7 @@ A sequence at position 0 has no history: state and window count as zeros. What a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -33,6 +34,9 @@ WIDTH = 128  # of a head
 ROWS = 64  # of the state per warpgroup
 GROUPS = WIDTH // ROWS
 MAX_TOKENS = 8
+PREFETCHERS = 16  # rows of CTAs, one per head, that only prefetch
+PREFETCH_BYTES = 16 << 20  # that they ask for at most
+EIGHT = 8  # numbers of 16 bits in the smallest copy
 L2_EPS = 1e-6  # added to the sum of squares
 
 
@@ -164,9 +168,13 @@ def kda(
     eps: float,
     lower_bound: float,
     commit: bool,
+    prefetch: Sequence[tuple[jax.Array, int | jax.Array]] = (),
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
     """(heads, update, key, log decay) or, with `commit`, (heads, state, window); see the module.
+
+    `prefetch` holds stacks [L, ..] and the layer of each that later kernels read: further CTAs ask
+    for them to be brought towards L2.
 
     Raises:
         ValueError: `limits` are not met.
@@ -185,7 +193,7 @@ def kda(
         "k3_kda",
         interpret=interpret,
         out_type=out if commit else [*out, record, record, record],
-        grid=(batch, heads),
+        grid=(batch + (PREFETCHERS if prefetch else 0), heads),
         grid_names=("sequence", "head"),
         num_threads=GROUPS,
         thread_name="wg",
@@ -193,17 +201,19 @@ def kda(
             states=plgpu.SMEM((GROUPS, ROWS, WIDTH), f32, transforms=common.tiled(f32, WIDTH)),
             f_b=plgpu.SMEM((GROUPS, ROWS, WIDTH), bf16, transforms=common.tiled(bf16, WIDTH)),
             low=plgpu.SMEM((t, WIDTH), bf16),
+            gates=plgpu.SMEM((t, WIDTH), bf16),
+            strength=plgpu.SMEM((t, EIGHT), bf16),
             past=plgpu.SMEM((3, history, WIDTH), bf16),
             rows_=plgpu.SMEM((4, t, WIDTH), f32),
             z=plgpu.SMEM((t, WIDTH), f32),
             outs=plgpu.SMEM((t, WIDTH), f32),
             sums=plgpu.SMEM((3, t, 4), f32),
             loaded=plgpu.Barrier(num_barriers=GROUPS, num_arrivals=2),
-            small=plgpu.Barrier(num_barriers=1, num_arrivals=7),
+            small=plgpu.Barrier(num_barriers=1, num_arrivals=9),
             ready=plgpu.Barrier(num_barriers=4, num_arrivals=GROUPS),
         ),
     )
-    operands = *w, common.layer_operand(layer), *rows
+    operands = *w, common.layer_operand(layer), *rows, *common.prefetch_operands(prefetch)
     if not commit:
         return call(fused, state, window, *operands)
     held = jax.new_ref(state), jax.new_ref(window)
@@ -235,8 +245,9 @@ class _Cta:
     head: Any
     wg: Any
     layer: Any
-    fused: Any
     w: Weights
+    gates: Any  # bf16 [T, K]
+    strength: Any  # bf16 [T, 8], of this head and its neighbours
     past: Any  # bf16 [3, taps - 1 + T, K]: rows of q, k, v before and in this step
     rows: Any  # f32 [4, T, K]: q, k (neither normalised), v, decay
     sums: Any  # f32 [3, T, 4]: parts of the sums of squares of q, k, output
@@ -266,30 +277,44 @@ def _sigmoid(x: jax.Array) -> jax.Array:
     return 1 / (1 + jnp.exp(-x))
 
 
-def _convolve(c: _Cta, t: Any) -> None:
-    """Convolution of token t: q, k, v to `rows`, sums of squares of q and k."""
+class _Constants(NamedTuple):
+    """This head's weights of the per-token work, one number per thread; read before all waiting."""
+
+    taps: list[list[jax.Array]]  # f32 [K] of q, k, v and tap
+    rate: jax.Array  # f32 [K], exp(A_log)
+    bias: jax.Array  # f32 [K]
+    norm: jax.Array  # f32 [K]
+
+
+def _constants(c: _Cta) -> _Constants:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     layout = plgpu.Layout.WG_STRIDED((WIDTH,), vec_size=1)
+    taps = []
     for part in range(3):
-        taps = c.w.conv1d.at[c.layer, pl.ds(part * c.s.p + c.head * WIDTH, WIDTH)]
-        total = None
-        for i in range(c.s.taps):
-            weight = plgpu.load(taps.at[:, i], layout=layout, optimized=False)
-            term = weight * c.past[part, t + i].astype(jnp.float32)
-            total = term if total is None else total + term
+        rows = c.w.conv1d.at[c.layer, pl.ds(part * c.s.p + c.head * WIDTH, WIDTH)]
+        taps.append(
+            [plgpu.load(rows.at[:, i], layout=layout, optimized=False) for i in range(c.s.taps)]
+        )
+    rate = lax.broadcast_in_dim(jnp.exp(c.w.A_log[c.layer, c.head]), (WIDTH,), ())
+    return _Constants(taps, rate, c.w.dt_bias[c.layer, c.channels], c.w.o_norm[c.layer])
+
+
+def _convolve(c: _Cta, t: Any, k: _Constants) -> None:
+    """Convolution of token t: q, k, v to `rows`, sums of squares of q and k."""
+    for part, taps in enumerate(k.taps):
+        terms = [weight * c.past[part, t + i].astype(jnp.float32) for i, weight in enumerate(taps)]
+        total = sum(terms[1:], terms[0])
         value = (total * _sigmoid(total)).astype(jnp.bfloat16).astype(jnp.float32)
         c.rows[part, t] = value
         if part < 2:
             common.store_partial_sums(value * value, c.sums.at[part, t], c.interpret)
 
 
-def _decay(c: _Cta, t: Any, z: Any, lower_bound: float, record: Any) -> None:
+def _decay(c: _Cta, t: Any, k: _Constants, z: Any, lower_bound: float, record: Any) -> None:
     """Decay of token t from its low-rank product in `z` f32 [T, K]."""
-    a = jnp.exp(c.w.A_log[c.layer, c.head])
-    bias = c.w.dt_bias[c.layer, c.channels]
-    g = lower_bound * _sigmoid(lax.broadcast_in_dim(a, (WIDTH,), ()) * (z[t] + bias))
+    g = lower_bound * _sigmoid(k.rate * (z[t] + k.bias))
     c.rows[3, t] = jnp.exp(g)
     if record is not None:
         record[c.sequence, t, c.head] = g
@@ -311,8 +336,7 @@ def _recur(c: _Cta, state: jax.Array, count: Any, outs: Any, update: Any) -> jax
         return lax.broadcast_in_dim(x, (ROWS,), ())
 
     def token(t: Any, state: jax.Array) -> jax.Array:
-        strength = c.fused[c.sequence * c.s.tokens + t, 4 * c.s.p + WIDTH + c.head]
-        beta = _sigmoid(strength.astype(jnp.float32))
+        beta = _sigmoid(c.strength[t, lax.rem(c.head, EIGHT)].astype(jnp.float32))
         key_scale = lax.rsqrt(c.total(1, t) + L2_EPS)
         query_scale = lax.rsqrt(c.total(0, t) + L2_EPS) * WIDTH**-0.5
         key = row(1, t)
@@ -330,15 +354,13 @@ def _recur(c: _Cta, state: jax.Array, count: Any, outs: Any, update: Any) -> jax
     return lax.fori_loop(0, c.s.tokens, token, state)
 
 
-def _finish(c: _Cta, t: Any, outs: Any, eps: float, heads: Any) -> None:
+def _finish(c: _Cta, t: Any, k: _Constants, outs: Any, eps: float, heads: Any) -> None:
     """Gated norm of token t."""
-    from jax.experimental import pallas as pl
-
     row = c.sequence * c.s.tokens + t
     o = outs[t].astype(jnp.bfloat16).astype(jnp.float32)
     scale = lax.rsqrt(c.total(2, t) * (1 / WIDTH) + eps)
-    gate = c.fused[row, pl.ds(3 * c.s.p + c.head * WIDTH, WIDTH)].astype(jnp.float32)
-    y = o * lax.broadcast_in_dim(scale, (WIDTH,), ()) * c.w.o_norm[c.layer]
+    gate = c.gates[t].astype(jnp.float32)
+    y = o * lax.broadcast_in_dim(scale, (WIDTH,), ()) * k.norm
     heads[row, c.channels] = (y * _sigmoid(gate)).astype(jnp.bfloat16)
 
 
@@ -359,11 +381,13 @@ def _body(s: _Shape, eps: float, lower_bound: float, interpret: bool) -> Any:
         slots,  # i32 [B]
         positions,  # i32 [B]
         counts,  # i32 [B]
-        heads,  # bf16 [N, P]
-        *records,  # f32 [B, T, H, K]: update, key, log decay
+        *others,  # operands of the prefetch, heads bf16 [N, P], records f32 [B, T, H, K]: update,
+        # key, log decay
         states,
         f_b,
         low,
+        gates,
+        strength,
         past,
         rows_,
         z,
@@ -373,10 +397,12 @@ def _body(s: _Shape, eps: float, lower_bound: float, interpret: bool) -> Any:
         small,
         ready,
     ):
-        sequence, head, wg = (lax.axis_index(n) for n in ("sequence", "head", "wg"))
+        turn, head, wg = (lax.axis_index(n) for n in ("sequence", "head", "wg"))
+        sequence, last = jnp.minimum(turn, s.batch - 1), 1 if s.commit else 4
+        prefetched, (heads, *records) = others[:-last], others[-last:]
         at, slot, count = layer[0], slots[sequence], counts[sequence]
         w = Weights(f_b_proj, conv1d, a_log, dt_bias, o_norm)
-        c = _Cta(s, interpret, sequence, head, wg, at, fused, w, past, rows_, sums)
+        c = _Cta(s, interpret, sequence, head, wg, at, w, gates, strength, past, rows_, sums)
         here = jnp.maximum(slot, 0)
         update, key, g = records or (None, None, None)
         first, before = sequence * s.tokens, s.taps - 1
@@ -395,8 +421,13 @@ def _body(s: _Shape, eps: float, lower_bound: float, interpret: bool) -> Any:
 
         def load_small():
             tokens = pl.ds(first, s.tokens)
-            source = fused.at[tokens, pl.ds(4 * s.p, WIDTH)]
-            plgpu.copy_gmem_to_smem(source, low, small.at[0])
+            for first_column, width, target in (
+                (4 * s.p, WIDTH, low),
+                (3 * s.p + head * WIDTH, WIDTH, gates),
+                (4 * s.p + WIDTH + head // EIGHT * EIGHT, EIGHT, strength),
+            ):
+                source = fused.at[tokens, pl.ds(first_column, width)]
+                plgpu.copy_gmem_to_smem(source, target, small.at[0])
             for part in range(3):
                 channels = pl.ds(part * s.p + head * WIDTH, WIDTH)
                 old = window.at[at, here, :, channels]
@@ -413,10 +444,11 @@ def _body(s: _Shape, eps: float, lower_bound: float, interpret: bool) -> Any:
             history = positions[sequence] > 0
             pl.when(wg == 0)(load_small)
             load()
+            k = _constants(c)
             plgpu.barrier_wait(small.at[0])
             pl.when((wg == 0) & jnp.logical_not(history))(forget)
             meet(0)
-            c.each(lambda t: _convolve(c, t))
+            c.each(lambda t: _convolve(c, t, k))
             plgpu.barrier_wait(loaded.at[wg])
             matrix = f_b[wg].astype(jnp.float32)
 
@@ -427,7 +459,7 @@ def _body(s: _Shape, eps: float, lower_bound: float, interpret: bool) -> Any:
 
             lax.fori_loop(0, s.tokens, low_rank, None)
             meet(1)
-            c.each(lambda t: _decay(c, t, z, lower_bound, g))
+            c.each(lambda t: _decay(c, t, k, z, lower_bound, g))
             meet(2)
             old = states[wg]
             old = jnp.where(lax.broadcast_in_dim(history, old.shape, ()), old, 0.0)
@@ -442,7 +474,7 @@ def _body(s: _Shape, eps: float, lower_bound: float, interpret: bool) -> Any:
             c.each(lambda t: _squares(c, t, outs))
             if GROUPS > 1:  # a token's sums stay with its warpgroup
                 _warpgroup_barrier(interpret)
-            c.each(lambda t: _finish(c, t, outs, eps, heads))
+            c.each(lambda t: _finish(c, t, k, outs, eps, heads))
             if s.commit:
                 pl.when(wg == 0)(lambda: _store_window(c, window, here, count))
                 plgpu.wait_smem_to_gmem(0)
@@ -450,8 +482,12 @@ def _body(s: _Shape, eps: float, lower_bound: float, interpret: bool) -> Any:
         def pad():
             c.each(lambda t: _zeros(c, t, heads, records))
 
-        pl.when(slot >= 0)(work)
-        pl.when(slot < 0)(pad)
+        pl.when((turn < s.batch) & (slot >= 0))(work)
+        pl.when((turn < s.batch) & (slot < 0))(pad)
+        share, shares = (turn - s.batch) * s.heads + head, PREFETCHERS * s.heads
+        pl.when((turn >= s.batch) & (wg == 0))(
+            lambda: common.prefetch_layers(prefetched, share, shares, PREFETCH_BYTES, interpret)
+        )
 
     return body
 

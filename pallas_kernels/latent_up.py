@@ -39,15 +39,16 @@ def latent_up(
     layer: int | jax.Array = 0,
     *,
     eps: float,
+    copies: int = 1,
     tuning: Tuning | None = None,
     interpret: bool = False,
 ) -> jax.Array:
-    """This rank's rows of the up projection, [N, D/R] bf16.
+    """This rank's rows of the up projection, [N, D/R] bf16, or `copies` of them side by side.
 
     Raises:
         ValueError: `limits` are not met.
     """
-    items = [Projection(w, jnp.bfloat16)]
+    items = [Projection(w, jnp.bfloat16, copies=copies)]
     return skinny.projections(
         x, items, layer, norm=(norm, eps), tuning=tuning, interpret=interpret
     )[0]

@@ -211,16 +211,20 @@ def _body(s: _Sizes, t: Tuning) -> Any:
             plgpu.copy_gmem_to_smem(gate.at[pl.ds(first, NARROW), columns], gs, full.at[0])
 
         mine = pl.ds(wg * SPAN, SPAN)
-        live = []
-        for i in range(t.rows):
+
+        def where(i):
             row = jnp.minimum(first + i, s.n - 1)
-            sequence, token = row // s.tokens, lax.rem(row, s.tokens)
+            return row // s.tokens, lax.rem(row, s.tokens)
+
+        def merge_row(i, _):  # a loop: the layouts of an unrolled one take minutes to infer
+            sequence, token = where(i)
             active = _active(ends, sequence, s)
-            live.append(ends[sequence, token] > 0)
             column = token * s.heads + head
             place = sequence, column // s.columns, lax.rem(column, s.columns)
             mean = _merge(latent, lse, place, active, mine, s, t)
             merged[i, mine] = mean.astype(jnp.bfloat16)
+
+        lax.fori_loop(0, t.rows, merge_row, None)
         plgpu.commit_smem()
         x = plgpu.load(common.tref(merged.at[:, mine]), layout=layout, optimized=False)
         common.tref(xs.at[:, mine])[...] = x
@@ -243,8 +247,8 @@ def _body(s: _Sizes, t: Tuning) -> Any:
             z = z / (1 + jnp.exp(-g))
             number = plgpu.broadcasted_iota(jnp.int32, (TILE, NARROW), 1, layout=layout)
             alive = jnp.zeros_like(number)
-            for i, sees in enumerate(live):
-                alive = jnp.where(number == i, sees.astype(jnp.int32), alive)
+            for i in range(t.rows):
+                alive = jnp.where(number == i, ends[where(i)], alive)
             z = jnp.where(alive > 0, z, jnp.zeros_like(z))  # a select: a pad row's gate may be NaN
             common.tref(ys)[...] = z.astype(jnp.bfloat16)
             plgpu.commit_smem()
@@ -260,8 +264,12 @@ def _active(ends: Any, sequence: jax.Array, s: _Sizes) -> jax.Array:
     from pallas_kernels import mla_attend
 
     length = ends[sequence, 0]
-    for i in range(1, s.tokens):
-        length = jnp.maximum(length, ends[sequence, i])
+    if s.tokens > 1:
+
+        def longer(i: jax.Array, found: jax.Array) -> jax.Array:
+            return jnp.maximum(found, ends[sequence, i])
+
+        length = lax.fori_loop(1, s.tokens, longer, length)
     return jnp.minimum((length + mla_attend.TILE - 1) // mla_attend.TILE, s.splits)
 
 
@@ -273,6 +281,7 @@ def _merge(
 
     sequence, group, column = place
     low = jnp.float32(-jnp.inf)
+    layout = plgpu.Layout.WG_STRIDED((SPAN,), vec_size=1)  # named: inference takes a minute
 
     def wide(x: jax.Array) -> jax.Array:
         return lax.broadcast_in_dim(x, (SPAN,), ())
@@ -282,7 +291,8 @@ def _merge(
         numbers = [j * t.ahead + i for i in range(t.ahead)]
         at = [jnp.minimum(n, active - 1) for n in numbers]  # beyond: the last one, not weighted
         scores = [lse[sequence, group, k, column] for k in at]
-        rows = [latent[sequence, group, k, column, mine] for k in at]
+        places = [latent.at[sequence, group, k, column, mine] for k in at]
+        rows = [plgpu.load(place, layout=layout) for place in places]
         scores = [jnp.where(n < active, x, low) for n, x in zip(numbers, scores, strict=True)]
         new = top
         for x in scores:
@@ -295,7 +305,6 @@ def _merge(
             mass, sums = mass + weight, sums + wide(weight) * row
         return new, mass, sums
 
-    layout = plgpu.Layout.WG_STRIDED((SPAN,), vec_size=1)
     zero = plgpu.layout_cast(jnp.zeros((SPAN,), jnp.float32), layout)
     start = low, jnp.float32(0.0), zero
     steps = (active + t.ahead - 1) // t.ahead

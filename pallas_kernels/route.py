@@ -21,8 +21,12 @@ def _items(
     down: jax.Array,
     shared: jax.Array | None,
     betas: tuple[float, float] | None,
+    copies: int = 1,
 ) -> list[Projection]:
-    items = [Projection(gate, jnp.float32), Projection(down, jnp.bfloat16)]
+    items = [
+        Projection(gate, jnp.float32, copies=copies),
+        Projection(down, jnp.bfloat16, copies=copies),
+    ]
     return items if shared is None else [*items, Projection(shared, jnp.bfloat16, betas)]
 
 
@@ -63,10 +67,13 @@ def route(
     layer: int | jax.Array = 0,
     *,
     betas: tuple[float, float] | None = None,
+    copies: int = 1,
     tuning: Tuning | None = None,
     interpret: bool = False,
 ) -> list[jax.Array]:
     """[logits, latent] or [logits, latent, h]; see the module's docstring.
+
+    `copies` of logits and latent stand side by side, see `skinny.Projection`.
 
     Raises:
         ValueError: `limits` are not met.
@@ -74,5 +81,5 @@ def route(
     from pallas_kernels import common
 
     common.require(limits(x, gate, down, shared, betas=betas, tuning=tuning), "route")
-    items = _items(gate, down, shared, betas)
+    items = _items(gate, down, shared, betas, copies)
     return skinny.projections(x, items, layer, tuning=tuning, interpret=interpret)

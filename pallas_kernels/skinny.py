@@ -44,11 +44,14 @@ class Projection:
         w: bf16 [L, N, K].
         out_dtype: of y; bfloat16 with `situ`.
         situ: (beta, linear_beta), or None for the plain product.
+        copies: how often y's columns stand side by side in the result: a gather of ranks that is
+            looped back on one device writes what the ranks' peers would write.
     """
 
     w: jax.Array
     out_dtype: Any = jnp.float32
     situ: tuple[float, float] | None = None
+    copies: int = 1
 
     @property
     def rows(self) -> int:
@@ -64,7 +67,7 @@ class Projection:
         """The same without arrays, for tiles of that many rows."""
         out = jnp.bfloat16 if self.situ is not None else self.out_dtype
         tiles = -(-self.rows // tile)
-        return _Kind(self.rows, self.columns, tile, tiles, jnp.dtype(out), self.situ)
+        return _Kind(self.rows, self.columns, tile, tiles, jnp.dtype(out), self.situ, self.copies)
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,7 @@ class _Kind:
     tiles: int
     dtype: Any
     situ: tuple[float, float] | None
+    copies: int = 1
 
     @property
     def per_tile(self) -> int:
@@ -101,7 +105,9 @@ class Tuning:
     tile: int = TILE
 
 
-def default_tuning(m: int, rows: Sequence[int], k: int, blackwell: bool = False) -> Tuning:
+def default_tuning(
+    m: int, rows: Sequence[int], k: int, blackwell: bool = False, norm: bool = False
+) -> Tuning:
     """What measured best on an H200 for matrices of so many rows; a guess on Blackwell.
 
     About 100 CTAs, so K is split where there are few tiles; with more splits than that the
@@ -116,7 +122,11 @@ def default_tuning(m: int, rows: Sequence[int], k: int, blackwell: bool = False)
     most = 100 if width <= 16 else 104
     while splits < MAX_SPLITS and tiles * splits * 2 <= most and steps % (splits * 2) == 0:
         splits *= 2
-    if blackwell or width > 16 or (splits > 1 and steps // splits <= 8):
+    if blackwell or width > 16:
+        warpgroups = 1
+    elif norm:  # a step with its scaling takes long, so few in a row
+        warpgroups = min(4, steps // splits)
+    elif splits > 1 and steps // splits <= 8:
         warpgroups = 1
     else:
         warpgroups = 4 if splits == 1 and tiles <= 104 else 2
@@ -146,7 +156,8 @@ def limits(
         return out
     m, k = x.shape[0], items[0].w.shape[2]
     rows = min(max(m, 1), common.MAX_ROWS)
-    t = tuning or default_tuning(rows, [p.rows for p in items], k, common.blackwell())
+    sizes = [p.rows for p in items]
+    t = tuning or default_tuning(rows, sizes, k, common.blackwell(), norm is not None)
     wanted = skinny_sm100.TILE if common.blackwell() else TILE
     common.expect(out, "tile", t.tile, f"{wanted} on {common.architecture()}", t.tile == wanted)
     ok = t.tile == TILE or t.warpgroups == 1
@@ -170,6 +181,9 @@ def limits(
         common.expect(out, f"dtype of {name}", p.w.dtype, "bfloat16", p.w.dtype == jnp.bfloat16)
         unit = 8 if p.situ is None else t.tile
         common.expect(out, f"rows of {name}", n, f"a multiple of {unit} (pad them)", n % unit == 0)
+        share = _share(p.kind(t.tile), common.bucket(rows), t, False)[1]
+        ok = p.copies == 1 or p.columns % share == 0
+        common.expect(out, "columns of y with copies", p.columns, f"a multiple of {share}", ok)
         allowed = (jnp.float32, jnp.bfloat16)
         dtype = p.kind(t.tile).dtype
         common.expect(out, "out_dtype", dtype, "float32 or bfloat16", dtype in allowed)
@@ -207,7 +221,7 @@ def reference(
             p.w[layer].astype(jnp.float32),
             precision=lax.Precision.HIGHEST,
         )
-        out.append(_finished(y, p.kind(TILE)))
+        out.append(jnp.tile(_finished(y, p.kind(TILE)), (1, p.copies)))
     return out
 
 
@@ -266,7 +280,8 @@ def projections(
     common.require(limits(x, items, norm=norm, tuning=tuning), "skinny")
     m, k = x.shape[0], items[0].w.shape[2]
     width = common.bucket(m)
-    t = tuning or default_tuning(m, [p.rows for p in items], k, common.blackwell())
+    sizes = [p.rows for p in items]
+    t = tuning or default_tuning(m, sizes, k, common.blackwell(), norm is not None)
     kinds = tuple(p.kind(t.tile) for p in items)
     ws = [p.w for p in items]
     if interpret:
@@ -275,14 +290,14 @@ def projections(
         x = jnp.pad(x, ((0, -m % 8), (0, 0)))
     shapes = []
     for kind in kinds:  # rows of y start at multiples of 16 bytes
-        columns = common.round_up(kind.columns, 16 // kind.dtype.itemsize)
+        columns = common.round_up(kind.columns * kind.copies, 16 // kind.dtype.itemsize)
         shapes.append(jax.ShapeDtypeStruct((m, columns), kind.dtype))
     eps = None if norm is None else norm[1]
     call = _build(k, width, kinds, t, shapes, eps, False)
     # without a norm its weight is any array, and not looked at
     rows = x if norm is None else norm[0].reshape(-1, k)
     ys = call(x, common.layer_operand(layer), rows, *ws)
-    return [y[:, : kind.columns] for y, kind in zip(ys, kinds, strict=True)]
+    return [y[:, : kind.columns * kind.copies] for y, kind in zip(ys, kinds, strict=True)]
 
 
 def _interpreted(
@@ -317,7 +332,8 @@ def _interpreted(
         y = jnp.sum(y, 0)
         if kind.situ is not None:  # columns are those of the tiles: 32 gate rows, their 32 up rows
             y = y.reshape(width, -1, 2, TILE // 2).swapaxes(1, 2).reshape(width, -1)
-        out.append(_finished(y[:m, : kind.rows] * factor, kind))
+        finished = _finished(y[:m, : kind.rows] * factor, kind)
+        out.append(jnp.tile(finished, (1, kind.copies)))
     return out
 
 
@@ -434,6 +450,14 @@ class Cta:
             row = local * kind.per_tile + part * apart
             into = self.ws.at[slot, pl.ds(part * half, half)]
             plgpu.copy_gmem_to_smem(w.at[which, pl.ds(row, half), cols], into, bar)
+        self.fetch(j, slot)
+
+    def fetch(self, j: Any, slot: Any) -> None:
+        """The part of a slot that is x."""
+        from jax.experimental import pallas as pl
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        cols, bar = self.columns(j), self.full.at[slot]
         # a start known at run time only lets the box reach beyond the last row of x
         source = self.x.at[pl.ds(self.tile * 0, self.width), cols]
         plgpu.copy_gmem_to_smem(source, self.xs.at[slot], bar)
@@ -502,7 +526,16 @@ def _store(c: Cta, y: Any, kind: _Kind, first: int, staged: Any) -> None:
         target, start = y, (c.tile - first) * kind.per_tile + c.split * columns
     plgpu.commit_smem()
     rows = pl.ds(c.tile * 0, c.width)
-    plgpu.copy_smem_to_gmem(staged, target.at[rows, pl.ds(start, columns)])
+    if kind.copies == 1 or c.interpret:
+        plgpu.copy_smem_to_gmem(staged, target.at[rows, pl.ds(start, columns)])
+    else:
+
+        @pl.when(start < kind.columns)  # what lies beyond would be the next copy's
+        def _() -> None:
+            for i in range(kind.copies):
+                place = pl.ds(start + i * kind.columns, columns)
+                plgpu.copy_smem_to_gmem(staged, target.at[rows, place])
+
     plgpu.wait_smem_to_gmem(0)
 
 

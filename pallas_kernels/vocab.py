@@ -6,6 +6,8 @@ The head: logits are the products rounded once to bf16 (as f32 numbers); NaN cou
 as in `jnp.max` and `jnp.argmax`. With `base` f32 [N, X], the drafter's Markov step: logits = base +
 product, f32, not rounded; NaN counts as -inf. In both cases the lower column wins ties.
 
+With `ids` i32 [N], x is a table [V, K], and its rows `ids`, clipped to the table, take its place.
+
 The product is that of `skinny`, one CTA per 64 (or, with tcgen05, 128) rows of w. Each warp hands
 on the best of 32 columns; XLA reduces these [N, X / 32] candidates in one fusion: two device
 activities, and the second may take what follows (the exchange's packing) in.
@@ -20,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import cluster_sum, common, skinny, skinny_sm100
+from pallas_kernels import cluster_sum, common, row_gather, skinny, skinny_sm100
 from pallas_kernels.skinny import Projection, Tuning
 
 GROUP = 32  # columns of a candidate: a warp
@@ -31,35 +33,54 @@ def default_tuning(m: int, rows: int, k: int, blackwell: bool = False) -> Tuning
     return dataclasses.replace(skinny.default_tuning(m, [rows], k, blackwell), splits=1)
 
 
-def _tuning(x: Any, w: Any) -> Tuning:
-    rows = min(max(x.shape[0], 1), common.MAX_ROWS)
+def _tuning(n: int, x: Any, w: Any) -> Tuning:
+    rows = min(max(n, 1), common.MAX_ROWS)
     return default_tuning(rows, w.shape[0], x.shape[1], common.blackwell())
 
 
 def limits(
-    x: jax.Array, w: jax.Array, base: jax.Array | None = None, *, tuning: Tuning | None = None
+    x: jax.Array,
+    w: jax.Array,
+    base: jax.Array | None = None,
+    *,
+    ids: jax.Array | None = None,
+    tuning: Tuning | None = None,
 ) -> list[str]:
     """Unmet conditions, each with what was found and what is expected."""
     out: list[str] = []
     common.expect(out, "rank of x", x.ndim, 2, x.ndim == 2)
     common.expect(out, "rank of w", w.ndim, "2 (rows, columns)", w.ndim == 2)
+    if ids is not None:
+        common.expect(out, "rank of ids", ids.ndim, 1, ids.ndim == 1)
     if out:
         return out
-    t = tuning or _tuning(x, w)
+    n = x.shape[0] if ids is None else ids.shape[0]
+    t = tuning or _tuning(n, x, w)
     one = Projection(jax.ShapeDtypeStruct((1, *w.shape), w.dtype))  # type: ignore[arg-type]
-    out = skinny.limits(x, [one], tuning=t)
+    rows = jax.ShapeDtypeStruct((n, x.shape[1]), x.dtype)
+    out = skinny.limits(rows, [one], tuning=t)  # type: ignore[arg-type]
     common.expect(out, "splits", t.splits, 1, t.splits == 1)
+    if ids is not None:
+        common.expect(out, "dtype of ids", ids.dtype, "int32", ids.dtype == jnp.int32)
+        step = row_gather.STEP
+        common.expect(out, "step", t.step, f"{step} with ids", t.step == step)
     if base is not None:
-        wanted = (x.shape[0], w.shape[0])
+        wanted = (n, w.shape[0])
         common.expect(out, "shape of base", base.shape, wanted, base.shape == wanted)
         common.expect(out, "dtype of base", base.dtype, "float32", base.dtype == jnp.float32)
     return out
 
 
 def reference(
-    x: jax.Array, w: jax.Array, base: jax.Array | None = None
+    x: jax.Array,
+    w: jax.Array,
+    base: jax.Array | None = None,
+    *,
+    ids: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The same in plain jnp."""
+    if ids is not None:
+        x = x[jnp.clip(ids, 0, x.shape[0] - 1)]
     (y,) = skinny.reference(x, [Projection(w[None])])
     values = y = lax.reduce_precision(y, 8, 7) if base is None else base + y
     if base is not None:
@@ -77,6 +98,7 @@ def vocab(
     w: jax.Array,
     base: jax.Array | None = None,
     *,
+    ids: jax.Array | None = None,
     tuning: Tuning | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -85,21 +107,22 @@ def vocab(
     Raises:
         ValueError: `limits` are not met.
     """
-    common.require(limits(x, w, base, tuning=tuning), "vocab")
-    t = tuning or _tuning(x, w)
-    n, width, rows = x.shape[0], common.bucket(x.shape[0]), w.shape[0]
-    if interpret:  # no clipped copies there: pads hold NaN, or zeros where it would win
-        more = -rows % t.tile
-        x = jnp.pad(x, ((0, width - n), (0, 0)), constant_values=jnp.nan)
+    common.require(limits(x, w, base, ids=ids, tuning=tuning), "vocab")
+    n, rows = x.shape[0] if ids is None else ids.shape[0], w.shape[0]
+    t, width = tuning or _tuning(n, x, w), common.bucket(n)
+    more = (-rows % t.tile) if interpret else 0
+    if interpret:  # no clipped copies there: pads hold NaN
         w = jnp.pad(w, ((0, more), (0, 0)), constant_values=jnp.nan)
         if base is not None:
             base = jnp.pad(base, ((0, width - n), (0, more)), constant_values=jnp.nan)
-    elif n > 8:  # the copy engine takes rows of x by eights
-        x = jnp.pad(x, ((0, -n % 8), (0, 0)))
-    form = _Form(n, rows, x.shape[1], width, base is not None, t, interpret)
-    operands = (w[None],) if base is None else (w[None], base)
-    logits, tops, ids = _build(form)(x, common.layer_operand(0), *operands)
-    return (logits[:n, :rows], *_best(tops[:n, : form.groups], ids[:n, : form.groups]))
+    if ids is None:  # the copy engine takes rows of x by eights
+        pads = width - n if interpret else (-n % 8 if n > 8 else 0)
+        x = jnp.pad(x, ((0, pads), (0, 0)), constant_values=jnp.nan)
+    form = _Form(n, rows, x.shape[1], width, ids is not None, t, interpret)
+    optional = [a for a in (ids, base) if a is not None]
+    call = _build(form)
+    logits, tops, best = call(x, common.layer_operand(0), w[None], *optional)
+    return (logits[:n, :rows], *_best(tops[:n, : form.groups], best[:n, : form.groups]))
 
 
 def _best(tops: jax.Array, ids: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -123,7 +146,7 @@ class _Form:
     rows: int  # of w
     k: int
     width: int
-    added: bool  # base
+    gathered: bool  # ids
     t: Tuning
     interpret: bool
 
@@ -164,11 +187,25 @@ def _build(form: _Form) -> Any:
             ws=plgpu.SMEM((ring, t.tile, t.step), bf16, transforms=common.tiled(bf16, t.step)),
             xs=plgpu.SMEM((ring, width, t.step), bf16, transforms=common.tiled(bf16, t.step)),
             sums=plgpu.SMEM((t.warpgroups, t.tile, width), f32),
-            full=plgpu.Barrier(num_barriers=ring, num_arrivals=3),
+            full=plgpu.Barrier(num_barriers=ring, num_arrivals=2 if form.gathered else 3),
             done=plgpu.Barrier(num_barriers=1, num_arrivals=t.warpgroups),
             **({} if t.tile == skinny.TILE else skinny_sm100.scratch(width, t.stages)),
         ),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gathering(skinny.Cta):
+    """A CTA whose x is fetched row by row; `norm` holds the numbers of the rows."""
+
+    def fetch(self, j: Any, slot: Any) -> None:
+        """No copy of x."""
+
+    def ready(self, j: Any, slot: Any, seen: Any) -> Any:
+        """Fetch x for a slot, then wait for its w."""
+        tile, columns = self.xs.at[slot], self.columns(j)
+        row_gather.gather_tile(tile, self.x, columns, self.norm, self.interpret)
+        return super().ready(j, slot, seen)
 
 
 def _body(form: _Form) -> Any:
@@ -179,7 +216,8 @@ def _body(form: _Form) -> Any:
         x,  # bf16 [N, K]
         layer,  # i32 [1], 0
         w,  # bf16 [1, X, K]
-        *others,  # base f32 [N, X]; logits f32 [N, X], candidates f32 and i32 [N, X / 32]
+        *others,  # if there are such ids i32 [N], base f32 [N, X]; then logits f32 [N, X],
+        # candidates f32 and i32 [N, X / 32]
         ws,  # scratch as in `skinny`
         xs,
         sums,
@@ -190,8 +228,9 @@ def _body(form: _Form) -> Any:
         complete=None,
     ):
         tile, wg = lax.axis_index("tile"), lax.axis_index("wg")
-        c = skinny.Cta(
-            form.k, form.width, form.t, None, form.interpret, tile, 0, wg, x, layer, None,
+        numbers, others = (others[0], others[1:]) if form.gathered else (None, others)
+        c = (_Gathering if form.gathered else skinny.Cta)(
+            form.k, form.width, form.t, None, form.interpret, tile, 0, wg, x, layer, numbers,
             ws, xs, sums, full, None, acc, read, complete,
         )  # fmt: skip
         skinny.multiply(c, w, form.kind, 0)

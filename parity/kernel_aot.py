@@ -120,6 +120,29 @@ def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
                 s(f32, 2, 6), s(f32, 2, 768), s(f32, 2, 128), layer, *[s(i32, batch)] * 3,
             ),
         )  # fmt: skip
+    return out | mla_cases()
+
+
+def mla_cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """The three MLA kernels in one call, by ranks, sequences, tokens of each and cache dtype."""
+    import jax
+    import jax.numpy as jnp
+
+    from parity import mla_inputs
+
+    out: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
+    for heads, ranks in ((6, 16), (12, 8)):
+        for batch, tokens in ((1, 1), (8, 1), (1, 8), (64, 1), (8, 8)):
+            for dtype in (jnp.bfloat16, jnp.float8_e4m3fn):
+                scale = None if dtype == jnp.bfloat16 else 4.0
+                name = f"mla.tp{ranks}.rows{batch * tokens}.tokens{tokens}.{jnp.dtype(dtype).name}"
+                case = mla_inputs.shapes(batch, tokens, heads, dtype, scale)
+                leaves, tree = jax.tree.flatten((case.arrays, case.cache))
+                step = mla_inputs.kernels(case)
+                out[name] = (
+                    lambda i, *xs, step=step, tree=tree: step(*jax.tree.unflatten(tree, xs), i),
+                    (jax.ShapeDtypeStruct((), jnp.int32), *leaves),
+                )
     return out
 
 
@@ -151,8 +174,8 @@ def _small_cases(m: int) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]
         ),
         f"vocab.head.rows{m}": (vocab.vocab, (row, s(bf16, 10240, 7168))),
         f"vocab.markov.rows{m}": (
-            vocab.vocab,
-            (s(bf16, m, 256), s(bf16, 10240, 256), s(f32, m, 10240)),
+            lambda x, w, base, ids: vocab.vocab(x, w, base, ids=ids),
+            (s(bf16, 163840, 256), s(bf16, 10240, 256), s(f32, m, 10240), s(i32, m)),
         ),
         f"topk.prefetch.rows{m}": (
             lambda x, b, i, w: topk.topk(x, b, i, k=16, scaling=2.5, prefetch=[(w, i)]),

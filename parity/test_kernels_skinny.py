@@ -65,7 +65,7 @@ def test_latent_up():
 
 
 def test_limits_name_found_and_expected():
-    x, w = jnp.zeros((65, 96), jnp.float32), jnp.zeros((1, 60, 128), BF16)
+    x, w = jnp.zeros((65, 96), jnp.float32), jnp.zeros((1, 60, 96), BF16)
     reasons = skinny.limits(x, [skinny.Projection(w)])
     text = "; ".join(reasons)
     assert "rows of x: found 65, expected 1..64" in text

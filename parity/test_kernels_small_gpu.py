@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import attn_res, topk, vocab
+from pallas_kernels import attn_res, skinny, topk, vocab
 from parity.kernel_env import needs_gpu, same
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
@@ -172,3 +172,20 @@ def test_vocab(rows, markov, columns):
     assert (np.asarray(best) == np.argmax(values, -1)).all() and int(best[-1]) == 7
     assert np.array_equal(np.asarray(top), np.max(values, -1), equal_nan=True)
     repeats_equal(call, *args)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("stages", [1, 2])
+def test_vocab_with_rows_of_a_table(rows, stages):
+    """The same bits as from the rows themselves; numbers outside the table are clipped."""
+    table, w = normal(0, 5000, 256), normal(1, 10240, 256, scale=1 / 16)
+    ids = jnp.asarray(np.random.default_rng(rows).integers(0, 5000, rows), jnp.int32)
+    ids = ids.at[0].set(-1).at[-1].set(5000)
+    base = normal(2, rows, 10240, dtype=F32)
+    for tuning in (None, skinny.Tuning(stages=stages, warpgroups=1)):
+        call = jax.jit(lambda *a, t=tuning: vocab.vocab(*a[:3], ids=a[3], tuning=t))
+        got = call(table, w, base, ids)
+        x = table[jnp.clip(ids, 0, 4999)]
+        for a, b in zip(got, vocab.vocab(x, w, base, tuning=tuning), strict=True):
+            same(a, b, 0.0, "max_abs")
+        repeats_equal(call, table, w, base, ids)

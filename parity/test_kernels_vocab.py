@@ -60,6 +60,24 @@ def test_markov_step(rows, columns):
     assert not common.races_found()
 
 
+@needs_interpreter
+@pytest.mark.parametrize("rows", [1, 9])
+def test_rows_of_a_table(rows):
+    """Numbers outside the table are clipped; what stands in other rows of it does not matter."""
+    x, w, base = operands(rows, 72)
+    table = jnp.full((40, K), jnp.nan, jnp.bfloat16).at[jnp.arange(rows) + 7].set(x)
+    table = table.at[0].set(1).at[39].set(2)
+    ids = jnp.arange(rows, dtype=jnp.int32) + 7
+    if rows > 1:
+        ids, x = ids.at[1].set(-1).at[2].set(40), x.at[1].set(1).at[2].set(2)
+    tuning = skinny.Tuning(stages=1, warpgroups=1)  # the slot is used twice
+    got = vocab.vocab(table, w, base, ids=ids, tuning=tuning, interpret=True)
+    for a, b in zip(got, vocab.vocab(x, w, base, tuning=tuning, interpret=True), strict=True):
+        assert np.array_equal(a, b, equal_nan=True)
+    assert (vocab.reference(table, w, base, ids=ids)[2] == vocab.reference(x, w, base)[2]).all()
+    assert not common.races_found()
+
+
 def test_the_best_candidate():
     """NaN before all, then the largest, the lower id in ties; a row of -inf has an id too."""
     nan, inf = np.nan, np.inf

@@ -17,7 +17,7 @@ from jax_impl.collectives import all_gather, all_gather_packed, all_reduce, all_
 from jax_impl.config import ModelConfig, RunConfig
 from jax_impl.numerics import f32
 from jax_impl.ops.kda import Records
-from jax_impl.params import Layer, Root
+from jax_impl.params import Dense, Kda, Layer, LayerWeights, Root
 from jax_impl.stages import standard
 from jax_impl.stages.contract import Delta, Routed, whole
 from jax_impl.stages.paged import positions
@@ -56,7 +56,7 @@ def unmet_shapes(config: ModelConfig, run: RunConfig, ranks: int) -> list[str]:
 @_once_per_block
 def attn_in(
     static: Static,
-    w: Layer,
+    layer: LayerWeights,
     prefix: jax.Array,
     snapshots: jax.Array,
     count: int | jax.Array,
@@ -65,12 +65,16 @@ def attn_in(
     starts_block: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`standard.attn_in` in one kernel."""
-    n, i = w.stacks, w.index
+    n, i, attention = layer.norms.stacks, layer.norms.index, layer.attention
     delta, shared = delta if isinstance(delta, Delta) else (delta, None)
+    first = (
+        attention.stacks.in_proj if isinstance(attention.stacks, Kda) else attention.stacks.a_proj
+    )
     return attn_res_kernel.attn_res(
         prefix, snapshots, count, delta,
         n.self_attention_res_norm, n.self_attention_res_proj, n.input_layernorm,
         layer=i, eps=static.config.rms_norm_eps, snapshot=starts_block, shared=shared,
+        prefetch=[(first, attention.index)],
     )  # fmt: skip
 
 
@@ -119,6 +123,7 @@ def _mix(static: Static, w: Layer, layer, fused, inputs, state, window, *, commi
     return kda_kernel.kda(
         fused, state, window, weights, layer, rows,
         eps=static.config.rms_norm_eps, lower_bound=static.config.gate_lower_bound, commit=commit,
+        prefetch=[(k.o_proj, layer)],
     )  # fmt: skip
 
 
@@ -188,8 +193,7 @@ def _ends(inputs: StepInputs) -> jax.Array:
 @_once_per_block
 def attn_out(
     static: Static,
-    w: Layer,
-    attention: Layer,
+    layer: LayerWeights,
     heads: jax.Array,
     prefix: jax.Array,
     snapshots: jax.Array,
@@ -198,14 +202,24 @@ def attn_out(
     starts_block: bool,
 ) -> tuple[jax.Array, jax.Array]:
     """`standard.attn_out` in two kernels."""
-    n, i = w.stacks, w.index
+    n, i, attention = layer.norms.stacks, layer.norms.index, layer.attention
     partial = skinny.skinny(heads, attention.stacks.o_proj, attention.index)
     y, prefix, _ = attn_res_kernel.attn_res(
         prefix, snapshots, count, all_reduce(partial, static.ranks),
         n.mlp_res_norm, n.mlp_res_proj, n.post_attention_layernorm,
         layer=i, eps=static.config.rms_norm_eps, reset=starts_block,
+        prefetch=_first_of(layer.mlp),
     )  # fmt: skip
     return y, prefix
+
+
+def _first_of(mlp: Layer) -> list[tuple[jax.Array, int | jax.Array]]:
+    """What the stage behind `attn_out` reads first, for prefetching."""
+    m = mlp.stacks
+    if isinstance(m, Dense):
+        return [(m.gate_up_proj, mlp.index)]
+    first = m.gate, m.routed_expert_down_proj, m.shared_gate_up_proj
+    return [(stack, mlp.index) for stack in first]
 
 
 @_once
@@ -216,17 +230,25 @@ def dense(static: Static, w: Layer, y: jax.Array) -> jax.Array:
     return static.nx.round(all_reduce(partial, static.ranks))
 
 
+def _copies(static: Static) -> int:
+    """Looped-back gathers are written by the kernels, as they would write to the ranks' peers."""
+    return static.ranks.size if static.ranks.axis is None else 1
+
+
 @_once
 def route(static: Static, w: Layer, y: jax.Array) -> Routed:
     """`standard.route` in two kernels: all that reads y, and the choice with the experts' units."""
     c, m = static.config, w.stacks
     logits, latent, hidden = route_kernel.route(
-        y, m.gate, m.routed_expert_down_proj, m.shared_gate_up_proj, w.index, betas=static.betas
-    )
-    logits, latent = all_gather_packed((logits, latent), static.ranks)
+        y, m.gate, m.routed_expert_down_proj, m.shared_gate_up_proj, w.index,
+        betas=static.betas, copies=_copies(static),
+    )  # fmt: skip
+    if _copies(static) == 1:
+        logits, latent = all_gather_packed((logits, latent), static.ranks)
     ids, weights, units = topk.topk(
         logits, m.e_score_correction_bias, w.index,
         k=c.num_experts_per_token, scaling=c.routed_scaling_factor,
+        prefetch=[(m.shared_down_proj, w.index), (m.routed_expert_up_proj, w.index)],
     )  # fmt: skip
     return Routed(latent, ids, weights, hidden, units)
 
@@ -250,9 +272,9 @@ def moe_out(static: Static, w: Layer, routed: jax.Array, shared: jax.Array) -> D
     total, shared = all_reduce_packed((routed, shared), static.ranks)
     up = latent_up.latent_up(
         static.nx.round(total), m.routed_expert_norm, m.routed_expert_up_proj, w.index,
-        eps=static.config.rms_norm_eps,
+        eps=static.config.rms_norm_eps, copies=_copies(static),
     )  # fmt: skip
-    return Delta(all_gather(up, static.ranks), shared)
+    return Delta(up if _copies(static) > 1 else all_gather(up, static.ranks), shared)
 
 
 @_once

@@ -28,7 +28,7 @@ from jax_impl.ops.experts import ExpertWeights, PackedExperts, routed_experts
 from jax_impl.ops.norm import gated_rmsnorm, l2norm, rmsnorm
 from jax_impl.ops.router import choose_experts
 from jax_impl.ops.situ import situ_hidden, situ_mlp
-from jax_impl.params import Dense, Kda, LayerNorms, Mla, Moe, Root
+from jax_impl.params import Dense, Kda, LayerWeights, Mla, Moe, Root
 from jax_impl.stages.contract import Routed
 from jax_impl.stages.draft import draft_block, draft_context, draft_markov  # noqa: F401  (stages)
 from jax_impl.stages.paged import positions, read_rows, write_rows
@@ -54,7 +54,7 @@ def _mix_and_norm(static: Static, prefix, snapshots, count, res_norm, res_proj, 
 
 def attn_in(
     static: Static,
-    w: LayerNorms,
+    layer: LayerWeights,
     prefix: jax.Array,
     snapshots: jax.Array,
     count: int | jax.Array,
@@ -67,6 +67,7 @@ def attn_in(
     Args: prefix, delta [N, D]; snapshots [N, J, D] of which `count` are valid.
     Returns: x [N, D], the prefix with delta, the snapshots (one more when a block starts).
     """
+    w = layer.norms
     prefix = static.nx.round(f32(prefix) + f32(delta))
     x = _mix_and_norm(
         static,
@@ -256,8 +257,7 @@ def _attend_spread(static: Static, q, kv, w_uk, w_uv, visible) -> jax.Array:
 
 def attn_out(
     static: Static,
-    w: LayerNorms,
-    attention: Kda | Mla,
+    layer: LayerWeights,
     heads: jax.Array,
     prefix: jax.Array,
     snapshots: jax.Array,
@@ -270,8 +270,8 @@ def attn_out(
     Args: heads [N, P] on this rank; snapshots [N, J, D], `count` valid.
     Returns: y [N, D], the new prefix [N, D].
     """
-    nx = static.nx
-    a = nx.round(all_reduce(nx.project(heads, attention.o_proj), static.ranks))
+    nx, w = static.nx, layer.norms
+    a = nx.round(all_reduce(nx.project(heads, layer.attention.o_proj), static.ranks))
     prefix = a if starts_block else nx.round(f32(prefix) + f32(a))
     y = _mix_and_norm(
         static,
