@@ -2,15 +2,18 @@
 
 from dataclasses import replace
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from bench.__main__ import main
-from bench.activities import Activity, busy_us, leaves, stages_of
+from bench.activities import Activity, busy_us, leaves, record, stages_of
 from bench.floor import Work, layer_bytes
 from bench.layers import layer_figures, stage_bytes
 from bench.layers_options import LayersOptions, require_layers
 from bench.rank_slice import load_config
 from bench.result import read
+from bench.timeline import draw_timeline
 from jax_impl.memory import MemorySettings
 
 
@@ -86,6 +89,26 @@ def test_bad_conditions_name_the_limit(changed, message):
         changed = {"picture": Path(changed["picture"])}
     with pytest.raises(ValueError, match=message):
         require_layers(replace(LayersOptions(), **changed))
+
+
+def test_a_traced_call_is_read_with_its_stages(tmp_path):
+    def run(x):
+        with jax.named_scope("stage_route"):
+            y = jnp.sin(x @ x)
+        with jax.named_scope("stage_experts"):
+            return jax.lax.fori_loop(0, 3, lambda _, z: jnp.cos(z @ x), y)
+
+    x = jnp.ones((64, 64))
+    compiled = jax.jit(run).lower(x).compile()
+    where = stages_of(compiled.as_text(), ["route", "experts"])
+    seen = leaves(record(lambda: compiled(x), tmp_path / "traces"))
+    stages = [where.get(a.operation, "") for a in seen]
+    assert {"route", "experts"} <= set(stages)
+    assert stages.count("experts") >= 3  # one per turn of the loop
+    assert busy_us(seen) > 0
+    assert list((tmp_path / "traces").rglob("perfetto_trace.json.gz"))
+    draw_timeline({"auto.kda": seen}, tmp_path / "pictures" / "t.png")
+    assert (tmp_path / "pictures" / "t.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_small_run(tmp_path, quick_compile):
