@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
-from bench import ops_small
+from bench import ops_mla, ops_small
 from bench.ops_experts import experts_case
 from bench.ops_problem import SITU, Problem
 from bench.ops_products import attn_res_case, latent_up_case, route_case, skinny_case
@@ -46,4 +46,4 @@ def cases() -> dict[str, Callable[[], Problem]]:
                     out[f"{name}.tp{ranks}.rows{n}"] = lambda n=n, r=ranks, wide=wide: experts_case(
                         n, r, 11, wide=wide
                     )
-    return out | ops_small.cases()
+    return out | ops_small.cases() | ops_mla.cases()

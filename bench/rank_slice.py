@@ -163,9 +163,10 @@ class Programs:
         for n, static in setting.depths.items():
             one = slice_model.one_step(static, backend, case, method)
             found.append(((n, "loop"), slice_model.captured_loop(one), (*args, self.tokens)))
-            step = slice_model.dispatched_step(static, backend, case, method)
-            found.append(((n, "dispatched"), step, args))
-        found.append(("ids", slice_model.chosen_experts(setting.routed, backend, case), args))
+            if setting.options.dispatched:
+                step = slice_model.dispatched_step(static, backend, case, method)
+                found.append(((n, "dispatched"), step, args))
+        found.append(("ids", slice_model.chosen_experts(setting.routed, case), args))
         for kind, layer in slice_parity.checked_layers(setting.static).items():
             check = slice_parity.layer_check(setting.static, backend, layer)
             found.append((("check", kind), check, (*args, *self.stream)))
@@ -224,7 +225,8 @@ class Runner:
         calls = {}
         for n in setting.depths:
             calls[f"moe{n}"] = lambda n=n: self.loop(programs, n)
-            calls[f"moe{n}_dispatched"] = lambda n=n: self.dispatched(programs, n)
+            if setting.options.dispatched:
+                calls[f"moe{n}_dispatched"] = lambda n=n: self.dispatched(programs, n)
         o = setting.options
         return timing.alternate(
             calls, self.wait, steps=o.steps, repeats=o.repeats, warmups=o.warmups,

@@ -33,6 +33,7 @@ class SliceOptions:
         repeats: samples.
         budget: seconds for the samples of one case; slow ones get fewer, at least 4.
         warmups: rounds before the first sample.
+        dispatched: also time one call per step, which costs as many compilations again.
         seed: of weights, caches and tokens.
         memory_fraction: share of the GPU's memory that JAX takes.
         compile_workers: programs compiled at the same time.
@@ -53,6 +54,7 @@ class SliceOptions:
     repeats: int = 20
     budget: float = 60.0
     warmups: int = 3
+    dispatched: bool = True
     seed: int = 0
     memory_fraction: float = 0.93
     compile_workers: int = 6

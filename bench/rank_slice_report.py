@@ -32,7 +32,7 @@ def figures_of(
 ) -> dict[str, dict[str, Any]]:
     """All figures of one case."""
     name, found = case.name, {}
-    for mode in ("", "_dispatched"):
+    for mode in ("", "_dispatched")[: 1 + setting.options.dispatched]:
         for n in setting.depths:
             mine = median_figure(samples[f"moe{n}{mode}"], "us")
             found[f"us_per_step{mode}.moe{n}.{name}"] = mine

@@ -6,7 +6,7 @@
     -> queries [B, C, latent + rope] as `mla_attend` reads them; the cache in place
 
 A query row is round(W_UK^T q_nope), then q_rope as it is; nothing is rotated. With an FP8 cache it
-is f16 and 2^-6 of that (`mla_attend.Q_SHIFT`). A cache row is round(norm * c * rsqrt(mean(c^2) +
+is f16 and 2^-6 of that (`Q_SHIFT`). A cache row is round(norm * c * rsqrt(mean(c^2) +
 eps)), then kv_a's rope columns as they are, each rounded once: bf16, or divided by the scale and
 cut off at 448 for e4m3.
 
@@ -25,7 +25,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import common
-from pallas_kernels.mla_attend import Q_SHIFT, arrange, query_dtype
+from pallas_kernels.mla_attend import arrange, query_dtype
+from pallas_kernels.mla_attend_cta import Q_SHIFT
 
 TILE = 64  # columns of a query row per CTA
 GROUP = 4  # cache rows per CTA: enough numbers of the rope part for every thread
@@ -72,6 +73,7 @@ def limits(
     common.expect(out, "columns of a group", columns, "a multiple of 8", ok)
     for name, x in (("q", q), ("kv_a", kv_a), ("kv_b", kv_b), ("norm", norm)):
         common.expect(out, f"dtype of {name}", x.dtype, "bfloat16", x.dtype == jnp.bfloat16)
+    common.expect(out, "architecture", common.architecture(), "sm_90", not common.blackwell())
     ok = cache.dtype in (jnp.bfloat16, jnp.float8_e4m3fn)
     common.expect(out, "dtype of cache", cache.dtype, "bfloat16 or float8_e4m3fn", ok)
     return out
@@ -295,8 +297,9 @@ def _body(s: _Sizes, width: int, dtype: Any, even: bool) -> Any:
             source = kv_a.at[pl.ds(first, GROUP), pl.ds(s.skip + s.latent, TILE)]
             plgpu.copy_gmem_to_smem(source, tails, one.at[0])
             row = [jnp.minimum(first + i, s.n - 1) for i in range(min(GROUP, s.n))]
-            latents = [kv_a[r, pl.ds(s.skip, s.latent)].astype(f32) for r in row]
-            weight = norm[...].astype(f32)
+            # named layouts: inferred ones are searched for over all rows together
+            latents = [laid(kv_a.at[r, pl.ds(s.skip, s.latent)]) for r in row]
+            weight = laid(norm)
             plgpu.barrier_wait(one.at[0])
             new_tails[...] = as_stored(tails[...])
             plgpu.commit_smem()
@@ -314,6 +317,10 @@ def _body(s: _Sizes, width: int, dtype: Any, even: bool) -> Any:
                     plgpu.copy_smem_to_gmem(new_tails.at[i], tail)
 
             plgpu.wait_smem_to_gmem(0)
+
+        def laid(ref: Any) -> jax.Array:
+            layout = plgpu.Layout.WG_STRIDED((s.latent,), vec_size=s.latent // 128)
+            return plgpu.load(ref, layout=layout, optimized=False).astype(f32)
 
         def as_stored(x: jax.Array) -> jax.Array:
             if not s.fp8:

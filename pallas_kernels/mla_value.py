@@ -22,6 +22,7 @@ from jax import lax
 
 from pallas_kernels import common
 from pallas_kernels.mla_attend import Parts, merge
+from pallas_kernels.mla_attend_cta import TILE as CACHE_TILE
 
 TILE = 64  # rows of W_UV per CTA
 NARROW = 8  # columns of the tensor core's narrow operand
@@ -81,6 +82,7 @@ def limits(
     common.expect(out, "rows of kv_b", kv_b.shape[1], f"{heads} times (nope + values)", ok)
     ok = latent % SPAN == 0 and latent // SPAN <= 8
     common.expect(out, "latent width", latent, f"a multiple of {SPAN} up to {8 * SPAN}", ok)
+    common.expect(out, "architecture", common.architecture(), "sm_90", not common.blackwell())
     for name, x in (("gate", gate), ("kv_b", kv_b)):
         common.expect(out, f"dtype of {name}", x.dtype, "bfloat16", x.dtype == jnp.bfloat16)
     return out
@@ -261,8 +263,6 @@ def _body(s: _Sizes, t: Tuning) -> Any:
 
 def _active(ends: Any, sequence: jax.Array, s: _Sizes) -> jax.Array:
     """How many splits worked on a sequence, as `mla_attend.work` has it."""
-    from pallas_kernels import mla_attend
-
     length = ends[sequence, 0]
     if s.tokens > 1:
 
@@ -270,7 +270,7 @@ def _active(ends: Any, sequence: jax.Array, s: _Sizes) -> jax.Array:
             return jnp.maximum(found, ends[sequence, i])
 
         length = lax.fori_loop(1, s.tokens, longer, length)
-    return jnp.minimum((length + mla_attend.TILE - 1) // mla_attend.TILE, s.splits)
+    return jnp.minimum((length + CACHE_TILE - 1) // CACHE_TILE, s.splits)
 
 
 def _merge(

@@ -24,7 +24,7 @@ def _items(
     copies: int = 1,
 ) -> list[Projection]:
     items = [
-        Projection(gate, jnp.float32, copies=copies),
+        Projection(gate, jnp.float32),
         Projection(down, jnp.bfloat16, copies=copies),
     ]
     return items if shared is None else [*items, Projection(shared, jnp.bfloat16, betas)]
@@ -73,7 +73,7 @@ def route(
 ) -> list[jax.Array]:
     """[logits, latent] or [logits, latent, h]; see the module's docstring.
 
-    `copies` of logits and latent stand side by side, see `skinny.Projection`.
+    `copies` of latent stand side by side, see `skinny.Projection`.
 
     Raises:
         ValueError: `limits` are not met.

@@ -26,7 +26,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import common, topk_registers, units
+from pallas_kernels import common, topk_registers, topk_units, units
 from pallas_kernels.units import Units
 
 TINY = 1e-20
@@ -197,12 +197,12 @@ def _body(n: int, e: int, k: int, scaling: float, t: Tuning, interpret: bool) ->
 
         def all_rows():
             if not interpret and n > 1:
-                topk_registers.clear(bits, t.warpgroups)
+                topk_units.clear(bits, t.warpgroups)
             for i in range(rounds):
                 pl.when(first + i * at_once < n)(lambda i=i: choose(i))
             if not interpret:
-                sizes = topk_registers.Sizes(n, e, k, rounds, at_once, t.ctas, t.warpgroups)
-                topk_registers.plan(words.at[wg], bits, count, table, sizes)
+                sizes = topk_units.Sizes(n, e, k, rounds, at_once, t.ctas, t.warpgroups)
+                topk_units.plan(words.at[wg], bits, count, table, sizes)
 
         pl.when(cluster == 0)(all_rows)
         share, shares = (cluster - 1) * t.ctas + cta, t.prefetchers * t.ctas

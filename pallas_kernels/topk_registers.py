@@ -1,4 +1,4 @@
-"""Register code of `topk`: a row's choice by one warpgroup, and the units by a cluster.
+"""Register code of `topk`: a row's choice by one warpgroup.
 
 A candidate is 64 bits, the order-preserving form of its biased score above the complement of its
 number, so that the larger one comes first and no two are equal.
@@ -11,24 +11,12 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from pallas_kernels import common, units
+from pallas_kernels import common
 
 MAX_CHOSEN = 32  # groups that a bound is taken from
 
 
-class Sizes(NamedTuple):
-    """What `plan` needs to know."""
-
-    rows: int
-    experts: int
-    chosen: int  # per row
-    rounds: int  # rows of a warpgroup
-    at_once: int  # rows of all warpgroups at a time
-    ctas: int
-    warpgroups: int
-
-
-class _Places(NamedTuple):
+class Places(NamedTuple):
     """Offsets in bytes within a warpgroup's scratch memory."""
 
     maxima: int  # u64 [128]: each thread's best
@@ -41,15 +29,16 @@ class _Places(NamedTuple):
     end: int
 
 
-def _places(experts: int, chosen: int, rounds: int) -> _Places:
+def places_of(experts: int, chosen: int, rounds: int) -> Places:
+    """For k = `chosen` and `rounds` rows of a warpgroup."""
     sizes = 1024, 1024, 8 * experts + 64, 4 * experts, 4 * MAX_CHOSEN, 16, 4 * rounds * chosen
     at = np.concatenate([[0], np.cumsum([common.round_up(size, 16) for size in sizes])])
-    return _Places(*map(int, at))
+    return Places(*map(int, at))
 
 
 def scratch_words(experts: int, chosen: int, rounds: int) -> int:
     """Shared i32 words of a warpgroup."""
-    return _places(experts, chosen, rounds).end // 4
+    return places_of(experts, chosen, rounds).end // 4
 
 
 # $0 key, $1 score; $2 1 + exp(-logit), $3 bias
@@ -233,7 +222,8 @@ READY:
 """
 
 
-def _filled(text: str, **values: Any) -> str:
+def filled(text: str, **values: Any) -> str:
+    """PTX with the names in it replaced, in the order given."""
     for name, value in values.items():
         text = text.replace(name, str(value))
     return text
@@ -257,7 +247,7 @@ def choose(
 
     experts, k = bias.shape[0], ids.shape[0]
     layout = plgpu.Layout.WG_STRIDED((experts,), vec_size=1)
-    places = _places(experts, k, rounds)
+    places = places_of(experts, k, rounds)
     where = {name.upper(): value for name, value in places._asdict().items()}
     where["CHOSEN"] = places.chosen + 4 * turn * k
 
@@ -272,7 +262,7 @@ def choose(
         best = keys[0], thread
         for i, key in enumerate(keys[1:], 1):
             best = reg.ptx(_BETTER, key, reg.add(thread, 128 * i), *best, results=2)
-        reg.ptx(_filled(_STORE_BEST, **where), *best, thread, base, volatile=True)
+        reg.ptx(filled(_STORE_BEST, **where), *best, thread, base, volatile=True)
         reg.barrier()
         bound = reg.ptx(_bound_text(where, k), thread, base, results=2, volatile=True)
         text = _keep_text(where, len(keys))
@@ -290,28 +280,28 @@ def choose(
 
 def _bound_text(where: dict[str, int], k: int) -> str:
     pairs = "".join(_BOUND_PAIR.replace("PLACE", str(where["GROUPS"] + 16 * j)) for j in range(16))
-    return _filled(_BOUND, PAIRS=pairs, LAST=k - 1, **where)
+    return filled(_BOUND, PAIRS=pairs, LAST=k - 1, **where)
 
 
 def _keep_text(where: dict[str, int], per_thread: int) -> str:
     def lines(text: str, i: int) -> str:
         key, score = f"${4 + i}", f"${4 + per_thread + i}"
         text = text.replace("SCORES", str(where["SCORES"]))
-        return _filled(text, KEY=key, SCORE=score, NTH=i, FIRST=128 * i)
+        return filled(text, KEY=key, SCORE=score, NTH=i, FIRST=128 * i)
 
     compare, store = (
         "".join(lines(text, i) for i in range(per_thread)) for text in (_KEEP_COMPARE, _KEEP_STORE)
     )
-    return _filled(_KEEP, COMPARE=compare, STORE=store, **where)
+    return filled(_KEEP, COMPARE=compare, STORE=store, **where)
 
 
 def _rank_text(where: dict[str, int], k: int) -> str:
     steps = "".join(
-        _filled(_RANK_STEP, FROM=f"CANDIDATES+{16 * j}", PLACE=16 * j, BESIDE=16 * j + 8)
+        filled(_RANK_STEP, FROM=f"CANDIDATES+{16 * j}", PLACE=16 * j, BESIDE=16 * j + 8)
         for j in range(4)
     )
     text = _RANK.replace("STEPS", steps).replace("rank, K", f"rank, {k}")
-    return _filled(text, **where)
+    return filled(text, **where)
 
 
 def _weigh_text(where: dict[str, int], k: int, scaling: float) -> str:
@@ -320,104 +310,4 @@ def _weigh_text(where: dict[str, int], k: int, scaling: float) -> str:
     )
     text = _WEIGH.replace("$0, K", f"$0, {k}").replace("SUMS", sums)
     text = text.replace("TINY", common.literal(1e-20)).replace("SCALING", common.literal(scaling))
-    return _filled(text, **where)
-
-
-def clear(bits: Any, warpgroups: int) -> None:
-    """Empty the CTA's sets of rows, shared i32 [2 E], for `plan`, which comes later."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    def code(_: Any, ref: Any) -> None:
-        reg = common.Registers()
-        (thread,) = reg.ptx("mov.u32 $0, %tid.x;", results=1)
-        experts = ref.type.shape[0] // 2
-        units.clear(reg, reg.shared_address(ref), experts, thread, 128 * warpgroups)
-        reg.ptx("barrier.cluster.arrive.release.aligned;", volatile=True)
-
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(code)(bits)
-
-
-# $0 number of a chosen one, $1 its pair or -1; $2 thread, $3 first row, $4 scratch, $5 bits: set
-# the row's bit in all CTAs
-_SET = """
-{
-.reg .pred in, high;
-.reg .b32 turn, row, number, pair, bit, at, far;
-div.u32 turn, $2, K;
-mad.lo.u32 row, turn, AT_ONCE, $3;
-setp.lt.u32 in, $2, TAKEN;
-setp.lt.and.u32 in, row, ROWS, in;
-mov.b32 number, 0;
-mad.lo.u32 at, $2, 4, $4;
-@in ld.shared.b32 number, [at+CHOSEN];
-mul.lo.u32 pair, turn, K;
-sub.u32 pair, $2, pair;
-mad.lo.u32 pair, row, K, pair;
-selp.b32 pair, pair, -1, in;
-setp.ge.u32 high, row, 32;
-and.b32 row, row, 31;
-shl.b32 bit, 1, row;
-mad.lo.u32 at, number, 4, $5;
-@high add.u32 at, at, HIGH;
-SETS
-mov.b32 $0, number;
-mov.b32 $1, pair;
-}
-"""
-_SET_IN = """
-mapa.shared::cluster.u32 far, at, CTA;
-@in red.shared::cluster.or.b32 [far], bit;
-"""
-# one row: $0 thread, $1 scratch, $2 count, $3 table
-_ONLY_ROW = """
-{
-.reg .pred in, one;
-.reg .b32 at, number;
-.reg .b64 to;
-setp.lt.u32 in, $0, K;
-setp.eq.u32 one, $0, 0;
-@one st.global.b32 [$2], K;
-mad.lo.u32 at, $0, 4, $1;
-@in ld.shared.b32 number, [at+CHOSEN];
-mul.wide.u32 to, $0, 40;
-add.u64 to, to, $3;
-@in st.global.b32 [to], number;
-@in st.global.b32 [to+4], 1;
-mul.lo.u32 at, $0, 8;
-@in st.global.b32 [to+8], at;
-}
-"""
-
-
-def plan(words: Any, bits: Any, count: Any, table: Any, sizes: Sizes) -> None:
-    """Units of what all warpgroups of the cluster have chosen, into global count and table."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    s = sizes
-    places = _places(s.experts, s.chosen, s.rounds)
-    only = _filled(_ONLY_ROW, CHOSEN=places.chosen, K=s.chosen)
-    sets = "".join(_SET_IN.replace("CTA", str(cta)) for cta in range(s.ctas))
-    names = dict(CHOSEN=places.chosen, AT_ONCE=s.at_once, TAKEN=s.rounds * s.chosen)
-    names |= dict(ROWS=s.rows, HIGH=4 * s.experts, K=s.chosen)
-    setting = _filled(_SET, SETS=sets, **names)
-
-    def code(_: Any, words: Any, bits: Any, count: Any, table: Any) -> None:
-        reg = common.Registers()
-        thread, base = reg.thread(), reg.shared_address(words)
-        total, to = reg.global_address(count), reg.global_address(table)
-        if s.rows == 1:
-            reg.ptx(only, thread, base, total, to, volatile=True)
-            return
-        here = reg.shared_address(bits)
-        text = "{ .reg .b32 w; mov.u32 w, %tid.x; shr.u32 w, w, 7; mov.u32 $0, %cluster_ctarank;"
-        text += f" mad.lo.u32 $0, $0, {s.warpgroups}, w; }}"
-        (first,) = reg.ptx(text, results=1)
-        reg.ptx("barrier.cluster.wait.acquire.aligned;", volatile=True)
-        mine = reg.ptx(setting, thread, first, base, here, results=2, volatile=True)
-        reg.cluster_barrier()
-        firsts, sums = reg.add(base, places.scores), reg.add(base, places.counter)
-        who = reg.add(reg.mul(first, 128), thread)
-        units.first_units(reg, here, firsts, sums, total, who, s.experts)
-        units.place(reg, mine[1], mine[0], here, firsts, to, (s.rows, s.chosen, s.experts))
-
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 4)(code)(words, bits, count, table)
+    return filled(text, **where)

@@ -54,50 +54,55 @@ def make(
     page: int = PAGE,
     layers: int = 2,
     seed: int = 0,
+    filled: bool = False,
 ) -> Case:
     """Sequences that have `lengths` rows after this step; length 0 is a pad row.
 
-    `counts` real tokens of each (default: all); `sizes` are latent, nope and value width.
+    `counts` real tokens of each (default: all); `sizes` are latent, nope and value width; with
+    `filled` the cache already holds rows of this step.
     """
     latent, nope, value = sizes
     row, batch = latent + 64, len(lengths)
-    n, key = batch * tokens, jax.random.key(seed)
+    n, rng = batch * tokens, np.random.default_rng(seed)
 
-    def normal(i: int, *shape: int, scale: float = 1.0) -> jax.Array:
-        x = jax.random.normal(jax.random.fold_in(key, i), shape, jnp.float32)
-        return (x * scale).astype(jnp.bfloat16)
+    def normal(*shape: int, scale: float = 1.0) -> np.ndarray:
+        x = rng.standard_normal(shape, np.float32)
+        return (x * np.float32(scale)).astype(jnp.bfloat16)
+
+    def live(x: np.ndarray) -> np.ndarray:
+        return np.where(np.asarray(ends).reshape(-1, 1) > 0, x, np.nan).astype(x.dtype)
 
     counts = [tokens if length else 0 for length in lengths] if counts is None else counts
     position = jnp.asarray([x - c for x, c in zip(lengths, counts, strict=True)], jnp.int32)
     ends = paged.ends(position, jnp.asarray(counts, jnp.int32), tokens)
     used = [-(-length // page) for length in lengths]
     pages = sum(used) + 2
-    order = np.random.default_rng(seed).permutation(pages)
+    order = rng.permutation(pages)
     table = np.full((batch, max([*used, 1]) + 1), -1, np.int32)
     for i, count in enumerate(used):
         table[i, :count], order = order[:count], order[count:]
     table = jnp.asarray(table)
     factor = None if kv_scale is None else jnp.float32(kv_scale)
-    # every layer alike: the kernels read one, and memory is what counts at long contexts
-    one = jax.jit(lambda: mla_ops.to_cache(normal(0, pages, page, row), jnp.dtype(dtype), factor))()
     written = np.zeros((pages, page), bool)  # rows that hold something before the step
     for i, length in enumerate(lengths):
-        rows = np.arange(max(length - counts[i], 0))
+        rows = np.arange(length if filled else length - counts[i])
         written[np.asarray(table)[i, rows // page], rows % page] = True
-    one = jnp.where(jnp.asarray(written)[..., None], one.astype(jnp.bfloat16), jnp.nan)
-    cache = jnp.broadcast_to(one.astype(dtype), (layers, pages, page, row))
-    alive = (ends > 0).reshape(-1, 1)
+    # every layer alike: the kernels read one, and memory is what counts at long contexts
+    rows = mla_ops.to_cache(jnp.asarray(normal(pages, page, row)), jnp.dtype(dtype), factor)
+    rows = np.where(written[..., None], np.asarray(rows), np.asarray(np.nan, rows.dtype))
+    cache = jnp.broadcast_to(jnp.asarray(rows), (layers, pages, page, row))
     arrays = dict(
-        q=jnp.where(alive, normal(1, n, heads * (nope + 64)), jnp.nan),
-        kv_a=jnp.where(alive, normal(2, n, row), jnp.nan),
-        kv_b=normal(3, layers, heads * (nope + value), latent, scale=nope**-0.5),
-        norm=normal(4, latent),
-        gate=jnp.where(alive, normal(5, n, heads * value), jnp.nan),
+        q=live(normal(n, heads * (nope + 64))),
+        kv_a=live(normal(n, row)),
+        kv_b=normal(layers, heads * (nope + value), latent, scale=nope**-0.5),
+        norm=normal(latent),
+        gate=live(normal(n, heads * value)),
         table=table,
         ends=ends,
         place=paged.place(ends, table, page),
         kv_scale=factor,
     )
+    arrays = {k: x if x is None else jnp.asarray(x) for k, x in arrays.items()}
     return Case(arrays, cache, heads, tokens, latent, nope)
 
 
@@ -148,8 +153,11 @@ def kernels(case: Case, *, interpret: bool = False, tuning: Any = None) -> Any:
     return step
 
 
-def standard(case: Case) -> Any:
-    """The same by the standard path's formulas; q is taken as it is."""
+def standard(case: Case, *, write: bool = True) -> Any:
+    """The same by the standard path's formulas; q is taken as it is.
+
+    With `write` False the rows of this step are in the cache already.
+    """
     nx, latent = Numerics(), case.latent
     batch, page = case.arrays["ends"].shape[0], case.cache.shape[2]
 
@@ -158,7 +166,8 @@ def standard(case: Case) -> Any:
         rows = jnp.concatenate([made, a["kv_a"][:, latent:]], axis=-1)
         at = jnp.where(a["place"] >= 0, a["place"], cache.shape[1] * page)
         stored = mla_ops.to_cache(rows, cache.dtype, a["kv_scale"])
-        cache = cache.at[layer, at // page, at % page].set(stored, mode="drop")
+        if write:
+            cache = cache.at[layer, at // page, at % page].set(stored, mode="drop")
         kv = cache[layer, jnp.maximum(a["table"], 0)].reshape(batch, -1, cache.shape[3])
         key = jnp.arange(kv.shape[1])
         length = jnp.max(a["ends"], axis=1)

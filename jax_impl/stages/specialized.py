@@ -17,7 +17,7 @@ from jax_impl.collectives import all_gather, all_gather_packed, all_reduce, all_
 from jax_impl.config import ModelConfig, RunConfig
 from jax_impl.numerics import f32
 from jax_impl.ops.kda import Records
-from jax_impl.params import Dense, Kda, Layer, LayerWeights, Root
+from jax_impl.params import Layer, LayerWeights, Root
 from jax_impl.stages import standard
 from jax_impl.stages.contract import Delta, Routed, whole
 from jax_impl.stages.paged import positions
@@ -65,16 +65,12 @@ def attn_in(
     starts_block: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`standard.attn_in` in one kernel."""
-    n, i, attention = layer.norms.stacks, layer.norms.index, layer.attention
+    n, i = layer.norms.stacks, layer.norms.index
     delta, shared = delta if isinstance(delta, Delta) else (delta, None)
-    first = (
-        attention.stacks.in_proj if isinstance(attention.stacks, Kda) else attention.stacks.a_proj
-    )
     return attn_res_kernel.attn_res(
         prefix, snapshots, count, delta,
         n.self_attention_res_norm, n.self_attention_res_proj, n.input_layernorm,
         layer=i, eps=static.config.rms_norm_eps, snapshot=starts_block, shared=shared,
-        prefetch=[(first, attention.index)],
     )  # fmt: skip
 
 
@@ -123,7 +119,6 @@ def _mix(static: Static, w: Layer, layer, fused, inputs, state, window, *, commi
     return kda_kernel.kda(
         fused, state, window, weights, layer, rows,
         eps=static.config.rms_norm_eps, lower_bound=static.config.gate_lower_bound, commit=commit,
-        prefetch=[(k.o_proj, layer)],
     )  # fmt: skip
 
 
@@ -208,18 +203,8 @@ def attn_out(
         prefix, snapshots, count, all_reduce(partial, static.ranks),
         n.mlp_res_norm, n.mlp_res_proj, n.post_attention_layernorm,
         layer=i, eps=static.config.rms_norm_eps, reset=starts_block,
-        prefetch=_first_of(layer.mlp),
     )  # fmt: skip
     return y, prefix
-
-
-def _first_of(mlp: Layer) -> list[tuple[jax.Array, int | jax.Array]]:
-    """What the stage behind `attn_out` reads first, for prefetching."""
-    m = mlp.stacks
-    if isinstance(m, Dense):
-        return [(m.gate_up_proj, mlp.index)]
-    first = m.gate, m.routed_expert_down_proj, m.shared_gate_up_proj
-    return [(stack, mlp.index) for stack in first]
 
 
 @_once
@@ -245,10 +230,11 @@ def route(static: Static, w: Layer, y: jax.Array) -> Routed:
     )  # fmt: skip
     if _copies(static) == 1:
         logits, latent = all_gather_packed((logits, latent), static.ranks)
+    else:
+        logits = all_gather(logits, static.ranks)
     ids, weights, units = topk.topk(
         logits, m.e_score_correction_bias, w.index,
         k=c.num_experts_per_token, scaling=c.routed_scaling_factor,
-        prefetch=[(m.shared_down_proj, w.index), (m.routed_expert_up_proj, w.index)],
     )  # fmt: skip
     return Routed(latent, ids, weights, hidden, units)
 
