@@ -12,34 +12,46 @@ from typing import Annotated, Any
 
 import tyro
 
+from bench.engine_options import AgenticOptions, DecodeOptions
+from bench.layers_options import LayersOptions
+from bench.ops_options import OpsOptions
 from bench.rank_slice_options import SliceOptions
 from bench.roofline import RELEASED, RooflineOptions
+from jax_impl.processes import ONE_PROCESS, ProcessOptions, is_first, launch
 
 DEFAULTS = RooflineOptions()
 SLICE = SliceOptions()
+DECODE = DecodeOptions()
+AGENTIC = AgenticOptions()
+LAYERS = LayersOptions()
+OPS = OpsOptions()
 
 
 def roofline(
     config: Path = RELEASED,
     options: Annotated[RooflineOptions, tyro.conf.arg(name="")] = DEFAULTS,
     *,
+    project: Path | None = None,
     json: str | None = None,
 ) -> int:
     """Bytes and floor per layer kind and step, for any GPU, ranks, rows and context.
 
-    Example: python -m bench roofline --device H200 --tp 16 --rows 1 8 64
+    Example: python -m bench roofline --device H200 --tp 16 --rows 1,8,64
 
     Args:
         config: config.json, or a directory that holds it; default: the released model.
         options: what for.
+        project: a measured rank slice; the step on all ranks is projected from it.
         json: write the result to this file ('-' for standard output).
     """
+    from bench.result import read, require
     from bench.roofline import roofline as compute
     from bench.roofline import tables
     from jax_impl.config import ModelConfig
     from jax_impl.output import print_table, write_json
 
-    result = compute(ModelConfig.load(config), options)
+    measured = None if project is None else read(project)
+    result = require(compute(ModelConfig.load(config), options, measured))
     if json != "-":
         for title, columns, rows in tables(result):
             print_table(title, columns, rows)
@@ -72,12 +84,142 @@ def rank_slice(
     return conclude(result, out, title, rows_to_print(result), headline_names(result))
 
 
+def layers(
+    options: Annotated[LayersOptions, tyro.conf.arg(name="")] = LAYERS,
+    *,
+    out: str | None = None,
+) -> int:
+    """Device activities of one KDA and one MLA layer, from the profiler: COMPUTE ONLY.
+
+    Example: python -m bench layers --rows 8 --backends auto,latency_specialized --out layers.json
+
+    Args:
+        options: what to run.
+        out: write the result to this file ('-' for standard output).
+    """
+    from bench.machine import set_memory_fraction
+
+    set_memory_fraction(options.memory_fraction)
+    from bench.layers import disable_command_buffers, rows_to_print, run_layers
+
+    disable_command_buffers()
+    result = run_layers(options)
+    title = f"one layer, one rank of {options.tp}, COMPUTE ONLY, {options.backends}"
+    columns = ["", "us", "MB", "GB/s", "floor share"]
+    names = [n for n in result["figures"] if n.endswith(".layer.busy_us")]
+    return conclude(result, out, title, rows_to_print(result), names, columns)
+
+
+def ops(
+    options: Annotated[OpsOptions, tyro.conf.arg(name="")] = OPS,
+    *,
+    out: str | None = None,
+) -> int:
+    """Device time and error of every kernel over its cases, L2 cold, with the floor.
+
+    Example: python -m bench ops experts.tp16 attn_res --out ops.json
+
+    Args:
+        options: what to run.
+        out: write the result to this file after every case ('-' for standard output).
+    """
+    from bench.ops import chosen, run_ops
+    from bench.rank_slice_report import rows_to_print
+
+    if options.list:
+        print("\n".join(chosen(options.match)))
+        return 0
+    result = run_ops(options, out)
+    names = [n for n in result["figures"] if n.endswith(".kernel_us")]
+    return conclude(result, out, "kernels", rows_to_print(result), names)
+
+
+def decode(
+    options: Annotated[DecodeOptions, tyro.conf.arg(name="")] = DECODE,
+    processes: Annotated[ProcessOptions, tyro.conf.arg(name="")] = ONE_PROCESS,
+    *,
+    out: str | None = None,
+) -> int:
+    """Decode steps through the engine: step time, rates and latencies, decode apart from prefill.
+
+    Example: python -m bench decode --preset tiny --drafts 3 --accept-length 2.5 --osl 40
+
+    Args:
+        options: what to run.
+        processes: which processes run it together.
+        out: write the result to this file ('-' for standard output).
+    """
+    from bench.machine import set_memory_fraction
+
+    set_memory_fraction(options.memory_fraction)
+
+    def work() -> int:
+        from bench.decode import headline_names, run_decode
+        from bench.rank_slice_report import rows_to_print
+
+        result = run_decode(options)
+        if not is_first():
+            return 0
+        status = conclude(
+            result, out, f"decode, {','.join(options.backends)}", rows_to_print(result),
+            headline_names(result),
+        )  # fmt: skip
+        if out != "-":
+            print_definitions(result)
+        return status
+
+    return launch(processes, work)
+
+
+def agentic(
+    options: Annotated[AgenticOptions, tyro.conf.arg(name="")] = AGENTIC,
+    processes: Annotated[ProcessOptions, tyro.conf.arg(name="")] = ONE_PROCESS,
+    *,
+    out: str | None = None,
+) -> int:
+    """Multi-turn traffic with growing context and pauses: what each user sees.
+
+    Example: python -m bench agentic --preset tiny --users 2 --runs 1
+
+    Args:
+        options: what to run.
+        processes: which processes run it together.
+        out: write the result to this file ('-' for standard output).
+    """
+    from bench.machine import set_memory_fraction
+
+    set_memory_fraction(options.memory_fraction)
+
+    def work() -> int:
+        from bench.agentic import run_agentic
+        from bench.rank_slice_report import rows_to_print
+
+        result = run_agentic(options)
+        if not is_first():
+            return 0
+        names = ["user_tokens_s.p90", "ttft_ms.p90", "output_tokens_s"]
+        title = f"traffic of {options.users} user(s), {options.backend}"
+        status = conclude(result, out, title, rows_to_print(result), names)
+        if out != "-":
+            print_definitions(result)
+        return status
+
+    return launch(processes, work)
+
+
+def print_definitions(result: dict[str, Any]) -> None:
+    """What the figures mean."""
+    for name, text in result["conditions"]["definitions"].items():
+        print(f"  {name}: {text}")
+
+
 def conclude(
     result: dict[str, Any],
     out: str | None,
     title: str,
     rows: Sequence[Sequence[str]],
     names: Sequence[str],
+    columns: Sequence[str] = ("figure", "median", "samples", ""),
 ) -> int:
     """Write and print a measured result; the exit status."""
     from bench.result import headline, write
@@ -86,12 +228,67 @@ def conclude(
     if out is not None:
         write(out, result)
     if out != "-":
-        print_table(title, ["figure", "median", "samples", ""], rows)
+        print_table(title, columns, rows)
         print("\n".join(headline(result, names)))
     return 1 if result["parity"]["verdict"] == "failed" else 0
 
 
-COMMANDS = {"roofline": roofline, "rank-slice": rank_slice}
+def compare(
+    a: tyro.conf.Positional[Path], b: tyro.conf.Positional[Path], *, match: str = ""
+) -> int:
+    """Two results side by side: figures, B over A, and what differs in their conditions.
+
+    Example: python -m bench compare before.json after.json --match us_per_layer
+
+    Args:
+        a: a result.
+        b: another.
+        match: only figures whose names hold this.
+    """
+    from bench.compare import compare as rows_of
+    from bench.compare import differing, verdicts
+    from bench.result import read
+    from jax_impl.output import print_table
+
+    first, second = read(a), read(b)
+    changed = list(differing(first["conditions"], second["conditions"]))
+    print_table("conditions that differ", ["", str(a), str(b)], changed)
+    rows = rows_of(first, second, match)
+    print_table("figures of both", ["", str(a), str(b), "B over A", ""], rows)
+    print(verdicts(first, second))
+    return 0
+
+
+def plot(results: tyro.conf.Positional[tuple[Path, ...]], *, out: Path) -> int:
+    """Pictures (PNG) of results and a page (HTML) with their conditions.
+
+    Example: python -m bench plot bench/results/rank_slice_*.json --out build/plots
+
+    Args:
+        results: result files.
+        out: folder for the files.
+    """
+    from bench.plots import Named
+    from bench.plots import plot as draw
+    from bench.result import read
+
+    if not results:
+        raise ValueError("plot: no result files given; expected at least one")
+    for name in draw([Named(path.stem, read(path)) for path in results], out):
+        print(out / name)
+    return 0
+
+
+COMMANDS = {
+    "decode": decode,
+    "rank-slice": rank_slice,
+    "layers": layers,
+    "ops": ops,
+    "roofline": roofline,
+    "agentic": agentic,
+    "compare": compare,
+    "plot": plot,
+}
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Cases of the MLA kernels for `python -m bench.ops`: queries with the cache row, attention.
+"""Cases of the MLA kernels for `python -m bench ops`: queries with the cache row, attention.
 
 `mla_attend` is attention and the value projection; the cache is read, not written, because a cache
 that is not donated would be copied in every call. `mla_query` writes into a cache of three pages.
@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.ops import Problem, f64, stack_depth
+from bench.ops_problem import Problem, f64, stack_depth
 
 FP8_SCALE = 4.0
 

@@ -1,4 +1,4 @@
-"""Cases of the small kernels for `python -m bench.ops`: what stands between a layer's products."""
+"""Cases of the small kernels for `python -m bench ops`: what stands between a layer's products."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.ops import Problem, bf16_round, f64, normal, stack_depth
+from bench.ops_problem import Problem, bf16_round, f64, normal, stack_depth
 
 
 def attn_res_case(m: int, count: int, ahead: bool, seed: int) -> Problem:

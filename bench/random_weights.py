@@ -13,22 +13,26 @@ the router spreads its rows over the experts:
 
 from __future__ import annotations
 
+import hashlib
 import math
-import zlib
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from jax_impl.config import GROUP, ModelConfig
+from jax_impl.binding import ROWS, is_bound
+from jax_impl.config import GROUP, ModelConfig, RunConfig
 from jax_impl.draft_config import DraftConfig
 from jax_impl.draft_weights import DraftWeights, draft_from_arrays, draft_table
 from jax_impl.params import Weights, from_arrays
-from jax_impl.sharding import Placement, global_shape
+from jax_impl.sharding import Placement, bind_spread, global_shape
 from jax_impl.weights import AnyConfig, WeightArray, weight_table
 
-# (kind, name) or name -> half range and centre; what is not here is a matrix or a norm
+Transform = Callable[[str, dict[str, jax.Array]], dict[str, jax.Array]]
+# name -> half range and centre; what is not here is a matrix or a norm
 RANGES: dict[str, tuple[float, float]] = {
     "embed_tokens": (1.5, 0.0),
     "A_log": (1.0, 0.0),
@@ -44,60 +48,114 @@ MIX_GAIN = 2.0  # of the depth mixtures' projections: how unequal the mixtures a
 CODE_RMS = 2.95  # of an E2M1 number with a uniform code
 
 
-def random_weights(config: ModelConfig, placement: Placement, seed: int) -> Weights:
-    """All weights of the text model; the same seed gives the same values on one kind of device."""
-    return from_arrays(_fill_all(config, weight_table(config), placement, seed))
+def random_weights(
+    config: ModelConfig,
+    placement: Placement,
+    seed: int,
+    run: RunConfig = RunConfig(),  # noqa: B008  (frozen)
+) -> Weights:
+    """All weights of the text model, bound where `run` wants it.
+
+    The same seed gives the same values on one kind of device, bound or not.
+    """
+    bound = is_bound(run) and placement.mesh is None
+    # bound layer by layer: one rank's experts cannot be there twice
+    made = fill_all(config, weight_table(config), placement, seed, bind_layer if bound else None)
+    weights = from_arrays(made)
+    return weights if bound else bind_spread(weights, config, run, placement)
 
 
 def random_draft(config: DraftConfig, placement: Placement, seed: int) -> DraftWeights:
     """All weights of a drafter."""
     table = draft_table(config, placement.ranks.size)
-    return draft_from_arrays(_fill_all(config, table, placement, seed + 1))
+    return draft_from_arrays(fill_all(config, table, placement, seed + 1))
 
 
-def _fill_all(
-    config: AnyConfig, table: tuple[WeightArray, ...], placement: Placement, seed: int
+def bind_layer(kind: str, layer: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """`jax_impl.binding.bind` of one layer's arrays."""
+    if kind == "kda":
+        missing = -layer["in_proj"].shape[0] % ROWS
+        return layer | {"in_proj": jnp.pad(layer["in_proj"], ((0, missing), (0, 0)))}
+    if kind != "moe":
+        return layer
+    from pallas_kernels.experts import pack
+
+    raw = ("w13_packed", "w13_scale", "w2_packed", "w2_scale")
+    w13, w2 = pack(*(layer[name] for name in raw))
+    rest = {name: array for name, array in layer.items() if name not in raw}
+    return rest | {"w13_tiles": w13, "w2_tiles": w2}
+
+
+def fill_all(
+    config: AnyConfig,
+    table: tuple[WeightArray, ...],
+    placement: Placement,
+    seed: int,
+    transform: Transform | None = None,
 ) -> dict[tuple[str, str], jax.Array]:
+    """The arrays of a table, by (kind, name); without a mesh each layer may be transformed."""
     arrays: dict[tuple[str, str], jax.Array] = {}
     for kind in dict.fromkeys(a.kind for a in table):
         mine = tuple(a for a in table if a.kind == kind)
-        arrays |= {(kind, n): a for n, a in _fill_kind(config, mine, placement, seed).items()}
+        stacks = _fill_kind(config, mine, placement, seed, transform)
+        arrays |= {(kind, name): stack for name, stack in stacks.items()}
     return arrays
 
 
 def _fill_kind(
-    config: AnyConfig, arrays: tuple[WeightArray, ...], placement: Placement, seed: int
+    config: AnyConfig,
+    arrays: tuple[WeightArray, ...],
+    placement: Placement,
+    seed: int,
+    transform: Transform | None,
 ) -> dict[str, jax.Array]:
     """The stacks of one kind: zeros first, then one layer after the other written in place."""
+    kind, stacked = arrays[0].kind, arrays[0].kind != "root"
     cuts = {a.name: a.cut_axis(placement.experts) for a in arrays}
-    laid = {name: placement.sharding(cut) for name, cut in cuts.items()}
+    laid: Any = {name: placement.sharding(cut) for name, cut in cuts.items()}
+    if placement.mesh is None:
+        laid = None
     ranks = placement.ranks.size if placement.mesh else 1
     local = {a.name: a.shape(config, placement.ranks.size, placement.experts) for a in arrays}
     shapes = {name: global_shape(s, cuts[name], ranks) for name, s in local.items()}
-    stacked = arrays[0].kind != "root"
-    base = jax.random.key(seed)
+    # the fast generator; only the other one makes each device's share where it lies
+    impl = "rbg" if placement.mesh is None else "threefry2x32"
 
-    def values(array: WeightArray, layer: jax.Array | int) -> jax.Array:
-        name = f"{array.kind}.{array.name}".encode()
-        key = jax.random.fold_in(jax.random.fold_in(base, zlib.crc32(name) & 0x7FFFFFFF), layer)
-        shape, columns = shapes[array.name][stacked:], local[array.name][-1]
-        return _values(array, shape, columns, key)
+    def values(keys: jax.Array) -> dict[str, jax.Array]:
+        """One layer, or the root."""
+        made = {}
+        for array, data in zip(arrays, keys, strict=True):
+            key = jax.random.wrap_key_data(data, impl=impl)
+            shape, columns = shapes[array.name][stacked:], local[array.name][-1]
+            made[array.name] = _values(array, shape, columns, key)
+        return made if transform is None else transform(kind, made)
 
     if not stacked:
-        make = lambda: {a.name: values(a, 0) for a in arrays}  # noqa: E731
-        return jax.jit(make, out_shardings=laid)()
+        return jax.jit(values, out_shardings=laid)(_keys(arrays, 0, seed, impl))
 
     @partial(jax.jit, donate_argnums=0, out_shardings=laid)
-    def write(stacks: dict[str, jax.Array], layer: jax.Array) -> dict[str, jax.Array]:
-        return {a.name: stacks[a.name].at[layer].set(values(a, layer)) for a in arrays}
+    def write(stacks: dict[str, jax.Array], layer: jax.Array, keys: jax.Array) -> Any:
+        made = values(keys)
+        put = jax.lax.dynamic_update_index_in_dim
+        return {name: put(stack, made[name], layer, 0) for name, stack in stacks.items()}
+
+    layers = shapes[arrays[0].name][0]
+    one = jax.eval_shape(values, _keys(arrays, 0, seed, impl))
 
     def zeros() -> dict[str, jax.Array]:
-        return {a.name: jnp.zeros(shapes[a.name], a.dtype) for a in arrays}
+        return {name: jnp.zeros((layers, *a.shape), a.dtype) for name, a in one.items()}
 
     stacks = jax.jit(zeros, out_shardings=laid)()
-    for layer in range(shapes[arrays[0].name][0]):
-        stacks = write(stacks, jnp.int32(layer))
+    for layer in range(layers):
+        stacks = write(stacks, np.int32(layer), _keys(arrays, layer, seed, impl))
     return stacks
+
+
+def _keys(arrays: tuple[WeightArray, ...], layer: int, seed: int, impl: str) -> np.ndarray:
+    """Key data of one layer's arrays, from seed, name and layer; hashed here, not on the device."""
+    names = [f"{seed}:{a.kind}.{a.name}:{layer}".encode() for a in arrays]
+    words = [np.frombuffer(hashlib.sha256(name).digest()[:16], np.uint32) for name in names]
+    return np.stack(words)[:, : 4 if impl == "rbg" else 2]
 
 
 def _values(array: WeightArray, shape: tuple[int, ...], columns: int, key: Any) -> jax.Array:

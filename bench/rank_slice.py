@@ -38,15 +38,18 @@ from bench.roofline import RELEASED
 from bench.slice_model import Case
 from jax_impl.acceptance_config import Acceptance
 from jax_impl.backend import Backend, choose_backend
+from jax_impl.binding import bind, is_bound
 from jax_impl.cache import Cache
 from jax_impl.collectives import Ranks
 from jax_impl.config import ConfigError, ModelConfig, RunConfig
 from jax_impl.loader import free_device_bytes
 from jax_impl.memory import require_room
 from jax_impl.params import Weights, abstract_weights
-from jax_impl.sharding import Placement, bind_spread, require_ranks
+from jax_impl.sharding import Placement, require_ranks
 from jax_impl.static import Static
 from jax_impl.tiny_presets import PRESETS, text_config
+
+COUNTED = 20  # layers in which distinct experts are counted, so that no deep program is needed
 
 
 def load_config(preset: str) -> ModelConfig:
@@ -76,6 +79,14 @@ class Setting:
     def static(self) -> Static:
         """Of the deepest model."""
         return list(self.depths.values())[-1]
+
+    @property
+    def routed(self) -> Static:
+        """Of the shallowest, whose layers' experts are counted; at most `COUNTED` of them."""
+        found = next(iter(self.depths.values()))
+        if found.config.num_moe_layers <= COUNTED:
+            return found
+        return replace(found, config=slice_model.with_moe_layers(self.config, COUNTED))
 
 
 def prepare(o: SliceOptions) -> Setting:
@@ -145,7 +156,7 @@ class Programs:
     def jobs(
         self, setting: Setting, weights: Weights, cache: Cache
     ) -> list[tuple[Any, Callable[[], Any]]]:
-        """(key, compile) of every program."""
+        """(key, lower) of every program."""
         backend, case, method = setting.backend, self.case, setting.method
         found: list[tuple[Any, Any, tuple[Any, ...]]] = []
         args = (weights, cache, self.inputs)
@@ -155,23 +166,33 @@ class Programs:
             if setting.options.dispatched:
                 step = slice_model.dispatched_step(static, backend, case, method)
                 found.append(((n, "dispatched"), step, args))
-        found.append(("ids", slice_model.chosen_experts(setting.static, case), args))
+        found.append(("ids", slice_model.chosen_experts(setting.routed, case), args))
         for kind, layer in slice_parity.checked_layers(setting.static).items():
             check = slice_parity.layer_check(setting.static, backend, layer)
             found.append((("check", kind), check, (*args, *self.stream)))
-        return [(key, lambda f=f, a=a: f.lower(*a).compile()) for key, f, a in found]
+        return [(key, lambda f=f, a=a: f.lower(*a)) for key, f, a in found]
 
 
 def compile_all(setting: Setting, programs: list[Programs], weights: Weights, cache: Cache) -> None:
-    """Compile everything, several programs at a time."""
+    """Compile everything: traced one after the other, then several compiled at a time."""
     with ThreadPoolExecutor(setting.options.compile_workers) as pool:
         waiting = [
-            (p, key, pool.submit(job))
+            (p, key, pool.submit(lower().compile))
             for p in programs
-            for key, job in p.jobs(setting, weights, cache)
+            for key, lower in p.jobs(setting, weights, cache)
         ]
         for p, key, future in waiting:
             p.compiled[key] = future.result()
+
+
+def temporaries(programs: list[Programs]) -> dict[str, int]:
+    """Bytes that each timed program needs beside weights, cache and inputs; copies would show."""
+    return {
+        f"{p.case.name}.moe{key[0]}.{key[1]}": int(run.memory_analysis().temp_size_in_bytes)
+        for p in programs
+        for key, run in p.compiled.items()
+        if key[1] in ("loop", "dispatched")
+    }
 
 
 class Runner:
@@ -208,8 +229,9 @@ class Runner:
                 calls[f"moe{n}_dispatched"] = lambda n=n: self.dispatched(programs, n)
         o = setting.options
         return timing.alternate(
-            calls, self.wait, steps=o.steps, repeats=o.repeats, warmups=o.warmups
-        )
+            calls, self.wait, steps=o.steps, repeats=o.repeats, warmups=o.warmups,
+            budget_s=o.budget,
+        )  # fmt: skip
 
 
 def routing(setting: Setting, runner: Runner, programs: Programs) -> list[float]:
@@ -245,11 +267,10 @@ def run_rank_slice(o: SliceOptions, argv: list[str] | None = None) -> dict[str, 
     say(f"memory fraction {o.memory_fraction:g}, free {free_device_bytes()} bytes")
     with stage("random weights and cache", took):
         config, run = setting.static.config, setting.static.run
-        weights = random_weights(config, setting.placement, o.seed)
-        _require_layout(weights, config, o.tp)
-        weights = bind_spread(weights, config, run, setting.placement)
+        weights = random_weights(config, setting.placement, o.seed, run)
         cache = slice_model.random_cache(config, run, setting.placement, o.seed)
         jax.block_until_ready((weights, cache))
+    _require_layout(weights, config, run, o.tp)
     with stage("compilation", took):
         programs = [Programs(setting, case) for case in setting.cases]
         compile_all(setting, programs, weights, cache)
@@ -257,12 +278,13 @@ def run_rank_slice(o: SliceOptions, argv: list[str] | None = None) -> dict[str, 
     with stage("routing and parity", took):
         distinct = {p.case.name: routing(setting, runner, p) for p in programs}
         apart = {k: v for p in programs for k, v in distances(p, runner).items()}
-    before = describe_machine()
+    machine, idle = describe_machine(), None
     figures: dict[str, Any] = {}
     with stage("timing", took):
         for p in programs:
             samples = runner.measure(setting, p)
             figures |= figures_of(setting, p.case, samples, distinct[p.case.name])
+            idle, machine["clocks"] = idle or machine["clocks"], describe_machine()["clocks"]
     parity = slice_parity.verdict(setting.static, apart)
     parity |= {"logits_finite_in_every_sample": runner.finite}
     if not runner.finite:
@@ -270,15 +292,19 @@ def run_rank_slice(o: SliceOptions, argv: list[str] | None = None) -> dict[str, 
     return {
         "schema": SCHEMA,
         "command": command_line(argv),
-        "conditions": before | conditions_of(setting, figures, took),
+        "conditions": machine
+        | {"clocks_before": idle, "temporaries_bytes": temporaries(programs)}
+        | conditions_of(setting, figures, took),
         "figures": figures,
         "parity": parity,
     }
 
 
-def _require_layout(weights: Weights, config: ModelConfig, tp: int) -> None:
+def _require_layout(weights: Weights, config: ModelConfig, run: RunConfig, tp: int) -> None:
     """What was made has the shapes and dtypes that the step is built for."""
-    want = jax.tree.map(lambda a: (a.shape, str(a.dtype)), abstract_weights(config, tp))
+    shapes = abstract_weights(config, tp)
+    shapes = jax.eval_shape(bind, shapes) if is_bound(run) else shapes
+    want = jax.tree.map(lambda a: (a.shape, str(a.dtype)), shapes)
     have = jax.tree.map(lambda a: (a.shape, str(a.dtype)), weights)
     if want != have:
         raise ConfigError("random weights and the model's table of weights do not agree")

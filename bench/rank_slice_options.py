@@ -31,6 +31,7 @@ class SliceOptions:
         page_size: tokens per page.
         steps: steps of one sample.
         repeats: samples.
+        budget: seconds for the samples of one case; slow ones get fewer, at least 4.
         warmups: rounds before the first sample.
         dispatched: also time one call per step, which costs as many compilations again.
         seed: of weights, caches and tokens.
@@ -51,11 +52,12 @@ class SliceOptions:
     page_size: int = 16
     steps: int = 20
     repeats: int = 20
+    budget: float = 60.0
     warmups: int = 3
     dispatched: bool = True
     seed: int = 0
     memory_fraction: float = 0.93
-    compile_workers: int = 4
+    compile_workers: int = 6
     compile_cache: Path | None = None
 
     @property
@@ -91,5 +93,7 @@ def require_options(o: SliceOptions) -> None:
             problems.append(f"--{option} {getattr(o, name)}: expected at least 1")
     if o.warmups < 1:
         problems.append(f"--warmups {o.warmups}: expected at least 1")
+    if not o.budget > 0:
+        problems.append(f"--budget {o.budget}: expected more than 0 seconds")
     if problems:
         raise ValueError("rank-slice:" + "".join(f"\n  - {p}" for p in problems))

@@ -106,8 +106,9 @@ def conditions_of(
         "acceptance": setting.method.describe(o.drafts) if o.drafts else "none",
         "backend": o.backend,
         "excluded": EXCLUDED,
-        "execution": f"{o.steps} steps per sample, {o.repeats} samples in turns over the programs "
-        f"after {o.warmups} rounds of warm-up",
+        "execution": f"{o.steps} steps per sample, up to {o.repeats} samples in turns over the "
+        f"programs within {o.budget:g} s, after {o.warmups} rounds of warm-up",
+        "distinct_counted_in": slice_model.layer_kinds(setting.routed.config),
         "weights": "random, distinct in every layer, larger than the caches",
         "routing": spread,
         "memory": {

@@ -14,13 +14,15 @@ from typing import Any, Literal
 
 from bench.devices import DEVICES, Device
 from bench.floor import KINDS, Work, kind_of, layer_bytes, mean_distinct, step_bytes
+from bench.options import Numbers
+from bench.projection import project, projection_rows
 from bench.published import PUBLISHED, tokens_per_second
+from bench.result import SCHEMA, figure
 from jax_impl.config import ConfigError, ModelConfig
 from jax_impl.memory import MemorySettings
 from jax_impl.weights import indivisible, weight_table
 
 RELEASED = Path(__file__).parents[1] / "parity" / "golden" / "k3_config.json"
-SCHEMA = "k3-bench-1"
 MOE_PERIOD = ("kda", "kda", "kda", "mla")  # of the layers that repeat
 
 
@@ -43,7 +45,7 @@ class RooflineOptions:
 
     device: Literal["H100", "H200", "B200", "GB300"] = "GB300"
     tp: int = 16
-    rows: tuple[int, ...] = (1, 8, 64)
+    rows: Numbers = (1, 8, 64)
     drafts: int = 0
     context: int = 1024
     kv_dtype: Literal["bfloat16", "float32", "float8_e4m3fn"] = "float8_e4m3fn"
@@ -53,11 +55,14 @@ class RooflineOptions:
     acceptance_length: float | None = None
 
 
-def roofline(config: ModelConfig, options: RooflineOptions) -> dict[str, Any]:
-    """The result document.
+def roofline(
+    config: ModelConfig, options: RooflineOptions, measured: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """The result document; with a `measured` rank slice also the projection to all ranks.
 
     Raises:
         ConfigError: listing every option that does not fit the model.
+        ResultError: nothing can be projected from `measured`.
     """
     _check(config, options)
     device = DEVICES[options.device]
@@ -67,9 +72,8 @@ def roofline(config: ModelConfig, options: RooflineOptions) -> dict[str, Any]:
     figures: dict[str, dict[str, Any]] = {}
 
     def add(name: str, size: float) -> None:
-        figures[f"bytes.{name}"] = {"value": round(size), "unit": "bytes", "samples": None}
-        value = round(_us(size, device), 3)
-        figures[f"floor_us.{name}"] = {"value": value, "unit": "us", "samples": None}
+        figures[f"bytes.{name}"] = figure(round(size), "bytes")
+        figures[f"floor_us.{name}"] = figure(round(_us(size, device), 3), "us")
 
     for sequences in options.rows:
         work = Work(sequences, 1 + options.drafts, options.context, options.distinct)
@@ -82,29 +86,38 @@ def roofline(config: ModelConfig, options: RooflineOptions) -> dict[str, Any]:
         whole = sum(step_bytes(config, settings, work).values())
         add(f"step.{label}", whole)
         found = mean_distinct(config, work.rows) if options.distinct is None else options.distinct
-        figures[f"distinct_experts.{label}"] = {
-            "value": round(found, 1), "unit": "count", "samples": None,
-        }  # fmt: skip
+        figures[f"distinct_experts.{label}"] = figure(round(found, 1), "count")
         if options.acceptance_length is not None:
             rate = sequences * tokens_per_second(
                 options.acceptance_length, _us(whole, device) / 1000
             )
-            figures[f"tokens_per_s_at_floor.{label}"] = {
-                "value": round(rate, 1), "unit": "tokens/s", "samples": None,
-            }  # fmt: skip
-    return {
-        "schema": SCHEMA,
-        "command": "python -m bench roofline",
-        "conditions": {
-            "device": asdict(device),
-            "options": asdict(options),
+            figures[f"tokens_per_s_at_floor.{label}"] = figure(round(rate, 1), "tokens/s")
+    conditions = {
+        "device": device.name,
+        "device_table": asdict(device),
+        "driver": "none",
+        "versions": {},
+        "clocks": "none",
+        "seed": None,
+        "shapes": asdict(options)
+        | {
             "layers": {
                 k: sum(kind_of(config, i) == k for i in range(config.num_hidden_layers))
                 for k in KINDS
-            },
-            "acceptance": _acceptance(options),
-            "excluded": "exchanges, launches, activations, the drafter's own weights and cache",
+            }
         },
+        "acceptance": _acceptance(options),
+        "backend": "none",
+        "excluded": "exchanges, launches, activations, the drafter's own weights and cache",
+    }
+    if measured is not None:
+        more, assumptions = project(config, measured, device, options.acceptance_length)
+        figures |= more
+        conditions["projection"] = assumptions
+    return {
+        "schema": SCHEMA,
+        "command": "python -m bench roofline",
+        "conditions": conditions,
         "figures": figures,
         "parity": {"verdict": "none", "why": "arithmetic: nothing was run"},
     }
@@ -149,7 +162,7 @@ def _check(config: ModelConfig, o: RooflineOptions) -> None:
 
 def tables(result: dict[str, Any]) -> list[tuple[str, list[str], list[Sequence[str]]]]:
     """(title, columns, rows) to print: floors, and what others published."""
-    figures, device = result["figures"], result["conditions"]["device"]
+    figures, device = result["figures"], result["conditions"]["device_table"]
     rows: list[Sequence[str]] = []
     for name, found in figures.items():
         if not name.startswith("bytes."):
@@ -163,14 +176,22 @@ def tables(result: dict[str, Any]) -> list[tuple[str, list[str], list[Sequence[s
         if n.startswith(("distinct", "tokens"))
     ]
     title = (
-        f"one rank of {result['conditions']['options']['tp']}, {device['name']}: bytes, and floor "
+        f"one rank of {result['conditions']['shapes']['tp']}, {device['name']}: bytes, and floor "
         f"at {device['read_tb_s']} TB/s ({device['basis']})"
     )
     published = [
         (p.what, f"{p.specialised:g}", f"{p.stock:g}", p.unit, p.conditions) for p in PUBLISHED
     ]
+    found = [(title, ["", "MB", "floor us"], rows)]
+    if "projection" in result["conditions"]:
+        about = (
+            "PROJECTION from one rank's compute and a model of exchanges, not a measurement "
+            f"(backend {result['conditions']['projection']['backend']})"
+        )
+        columns = ["", "exchanges ms", "step ms", "tokens/s"]
+        found.append((about, columns, list(projection_rows(figures))))
     return [
-        (title, ["", "MB", "floor us"], rows),
+        *found,
         (
             "published elsewhere, not reproduced here",
             ["", "specialised", "stock", "unit", "conditions"],

@@ -84,10 +84,10 @@ def random_cache(config: ModelConfig, run: RunConfig, placement: Placement, seed
 
     @partial(jax.jit, donate_argnums=0)
     def fill(old: jax.Array, key: Any, size: float) -> jax.Array:
-        drawn = size * jax.random.truncated_normal(key, -3, 3, old.shape[1:], jnp.float32)
+        drawn = size * jax.random.uniform(key, old.shape[1:], jnp.float32, -2, 2)
         return jnp.broadcast_to(drawn, old.shape).astype(old.dtype)
 
-    keys = jax.random.split(jax.random.key(seed + 2), len(sizes))
+    keys = jax.random.split(jax.random.key(seed + 2, impl="rbg"), len(sizes))
     filled = {
         name: fill(getattr(empty, name), key, size)
         for (name, size), key in zip(sizes.items(), keys, strict=True)

@@ -4,19 +4,22 @@ import json
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from bench import slice_model
 from bench.__main__ import main
-from bench.random_weights import random_weights
+from bench.random_weights import fill_all, random_weights
 from bench.rank_slice import load_config, prepare
 from bench.rank_slice_options import SliceOptions
 from bench.rank_slice_report import figures_of, in_ratio
 from bench.result import read
+from jax_impl.binding import bind
 from jax_impl.collectives import Ranks
-from jax_impl.config import ConfigError
+from jax_impl.config import ConfigError, RunConfig
 from jax_impl.sharding import Placement
+from jax_impl.weights import weight_table
 
 SMALL = SliceOptions(preset="tiny", tp=2, rows=(2,), layers=(4,), context=64)
 
@@ -80,20 +83,25 @@ def test_figures_from_samples():
     assert "ms_per_step.rows1" not in found  # no depth is the whole model
 
 
-def test_every_layer_has_weights_of_its_own():
-    config = slice_model.with_moe_layers(load_config("tiny"), 4)
-    made = random_weights(config, Placement(Ranks(2)), seed=1)
-    again = random_weights(config, Placement(Ranks(2)), seed=1)
-    for a, b in zip(jax.tree.leaves(made), jax.tree.leaves(again), strict=True):
-        assert a.dtype == b.dtype
-        assert bool((a == b).all())
-    for array in (made.moe.w13_packed, made.moe.w2_packed, made.moe.gate, made.kda.in_proj):
-        layers = {np.asarray(layer).tobytes() for layer in array}
-        assert len(layers) == array.shape[0]
-    scales = np.asarray(made.moe.w13_scale)
+def test_every_layer_has_weights_of_its_own_in_the_loaders_shapes():
+    config, placement = slice_model.with_moe_layers(load_config("tiny"), 4), Placement(Ranks(2))
+    table = tuple(a for a in weight_table(config) if a.kind in ("root", "moe"))
+    made, again = (fill_all(config, table, placement, seed) for seed in (1, 1))
+    for array in table:
+        values = made[array.kind, array.name]
+        assert values.shape == array.shape(config, 2)
+        assert values.dtype == array.dtype
+        assert bool((values == again[array.kind, array.name]).all())
+        assert bool(jnp.isfinite(values.astype(jnp.float32)).all())
+        if array.kind == "moe":
+            layers = {np.asarray(layer).tobytes() for layer in values}
+            assert len(layers) == values.shape[0]
+    scales = np.asarray(made["moe", "w13_scale"])
     assert len(np.unique(scales)) == 3
     assert scales.min() > 100
     assert scales.max() < 128
+    other = fill_all(config, table[:1], placement, 2)["root", "embed_tokens"]
+    assert bool((other != made["root", "embed_tokens"]).any())
 
 
 def test_distinct_experts_are_counted_per_layer():
@@ -101,7 +109,7 @@ def test_distinct_experts_are_counted_per_layer():
     assert slice_model.distinct_counts(ids) == [3, 4]
 
 
-def test_a_small_run(tmp_path, capsys):
+def test_a_small_run(tmp_path, capsys, quick_compile):
     out = tmp_path / "slice.json"
     command = "rank-slice --preset tiny --tp 2 --rows 2 --drafts 1 --layers 4 --context 64"
     sizes = "--steps 2 --repeats 4 --warmups 1 --compile-workers 2"
@@ -116,3 +124,14 @@ def test_a_small_run(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert "COMPUTE ONLY" in printed
     assert json.loads(out.read_text())["conditions"]["shapes"]["tp"] == 2
+
+
+def test_weights_bound_layer_by_layer_are_the_bound_weights():
+    config, placement = slice_model.with_moe_layers(load_config("tp16"), 4), Placement(Ranks(8))
+    run = RunConfig(decode_backend="latency_specialized")
+    made = random_weights(config, placement, 5, run)
+    want = bind(random_weights(config, placement, 5))
+    assert jax.tree.structure(made) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(made), jax.tree.leaves(want), strict=True):
+        assert a.dtype == b.dtype
+        assert bool((a == b).all())

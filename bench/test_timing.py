@@ -41,6 +41,19 @@ def test_the_wait_is_part_of_a_sample():
     assert found["a"] == pytest.approx([5e5, 5e5])
 
 
+@pytest.mark.parametrize(("budget", "samples"), [(1000.0, 20), (10.0, 10), (0.1, 4)])
+def test_slow_samples_are_fewer_but_enough_to_tell_noise(budget, samples):
+    clock = FakeClock()
+
+    def call():
+        clock.now += 1.0
+
+    found = alternate(
+        {"a": call}, lambda x: x, steps=1, repeats=20, warmups=1, budget_s=budget, clock=clock
+    )
+    assert len(found["a"]) == samples
+
+
 def test_time_of_a_layer_is_a_difference_of_depths():
     # 8 and 20 layers of 70 us each on top of 500 us
     assert per_layer_us([1900.0] * 2, [1060.0] * 2, 12) == pytest.approx([70.0] * 2)

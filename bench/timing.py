@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 Clock = Callable[[], float]  # seconds, rising
+FEWEST = 4  # samples whose halves can be compared
 
 
 def sample_us(call: Callable[[], Any], wait: Callable[[Any], Any], steps: int, clock: Clock) -> Any:
@@ -23,20 +24,28 @@ def alternate(
     steps: int,
     repeats: int,
     warmups: int = 2,
+    budget_s: float = float("inf"),
     clock: Clock = time.perf_counter,
 ) -> dict[str, list[float]]:
     """Microseconds per step of every call, `repeats` samples each, taken in turns.
 
     In turns, so that a slow change of the machine meets all of them alike. The first `warmups`
-    rounds are not counted.
+    rounds are not counted. Where `repeats` rounds as long as the last warm-up would take more than
+    `budget_s` seconds there are fewer, but `FEWEST`.
     """
-    samples: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(warmups + repeats):
-        for name, call in calls.items():
-            value, _ = sample_us(call, wait, steps, clock)
-            if turn >= warmups:
-                samples[name].append(value)
-    return samples
+
+    def one_round() -> dict[str, float]:
+        return {name: sample_us(call, wait, steps, clock)[0] for name, call in calls.items()}
+
+    took = 0.0
+    for _ in range(warmups):
+        begin = clock()
+        one_round()
+        took = clock() - begin
+    if took * repeats > budget_s:
+        repeats = max(min(FEWEST, repeats), int(budget_s / took))
+    rounds = [one_round() for _ in range(repeats)]
+    return {name: [r[name] for r in rounds] for name in calls}
 
 
 def per_layer_us(deep: list[float], shallow: list[float], layers: int) -> list[float]:

@@ -17,7 +17,17 @@ ALLOWED = {
     "pallas_kernels": {"jax", "numpy", "pallas_kernels"},
     "torch_ref": {"torch", "numpy", "safetensors", "torch_ref"},
     "bench": {
-        *("jax", "jaxlib", "numpy", "safetensors", "rich", "tyro", "matplotlib", "pytest"),
+        *(
+            "jax",
+            "jaxlib",
+            "numpy",
+            "safetensors",
+            "rich",
+            "tyro",
+            "matplotlib",
+            "jinja2",
+            "pytest",
+        ),
         *("jax_impl", "pallas_kernels", "parity", "bench"),
     },
 }

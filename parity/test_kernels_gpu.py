@@ -1,6 +1,6 @@
 """Kernels on a GPU: what the interpreter cannot run (clusters, register code), real shapes too.
 
-Figures and the comparison with float64 at every real shape are `python -m bench.ops`.
+Figures and the comparison with float64 at every real shape are `python -m bench ops`.
 """
 
 import jax

@@ -1,0 +1,149 @@
+"""`python -m bench agentic`: replay of multi-turn traffic, and what each user sees of it.
+
+The trace file is described in `bench.traffic`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+
+from bench import slice_parity
+from bench.decode import check
+from bench.decode_metrics import percentile
+from bench.engine_options import AgenticOptions, engine_problems
+from bench.engine_setup import load
+from bench.machine import command_line, describe_machine
+from bench.result import SCHEMA, figure, is_noisy
+from bench.serve import serve_group
+from bench.traffic import Turn, TurnServed, longest, read_trace, replay
+from jax_impl.engine import BATCH_BUCKETS, bucket
+from jax_impl.processes import COMPILING, report
+
+DEFINITIONS = {
+    "user_tokens_s": "interactivity. Per user: tokens behind the first of all turns, over the time "
+    "from first to last token of all turns, waiting for others' prefills included. p50, p90, p99: "
+    "the rate that 50, 90, 99 % of the users reach",
+    "ttft_ms": "per turn: from the moment it was due to its first token; waiting for a running "
+    "step and for others' prefills included. p50, p90, p99",
+    "output_tokens_s": "all answered tokens over the time from the first turn's moment to the last "
+    "token",
+    "reused_share": "tokens of the conversations that were in the cache when a turn came, over "
+    "those and the ones that had to be processed",
+}
+
+
+def turn_figures(runs: Sequence[Sequence[TurnServed]]) -> dict[str, dict[str, Any]]:
+    """All figures; samples are one per run."""
+    found: dict[str, dict[str, Any]] = {}
+    rates = [user_rates(run) for run in runs]
+    pooled = [r for run in rates for r in run]
+    ttft = [[(t.first - t.due) * 1e3 for t in run] for run in runs]
+    waited = [v for run in ttft for v in run]
+    for share in (50, 90, 99):
+        low, high = 1 - share / 100, share / 100
+        found[f"user_tokens_s.p{share}"] = figure(
+            percentile(pooled, low), "tokens/s", [percentile(run, low) for run in rates]
+        )
+        found[f"ttft_ms.p{share}"] = figure(
+            percentile(waited, high), "ms", [percentile(run, high) for run in ttft]
+        )
+    output = [
+        sum(t.tokens for t in run) / (max(t.last for t in run) - min(t.due for t in run))
+        for run in runs
+    ]
+    found["output_tokens_s"] = figure(percentile(output, 0.5), "tokens/s", output)
+    turns = [t for run in runs for t in run]
+    reused, processed = sum(t.reused for t in turns), sum(t.processed for t in turns)
+    found["reused_share"] = figure(reused / (reused + processed), "share")
+    found["turns"] = figure(len(turns), "count")
+    return found
+
+
+def user_rates(run: Sequence[TurnServed]) -> list[float]:
+    """Tokens per second of every user."""
+    by_user: dict[int, list[TurnServed]] = {}
+    for turn in run:
+        by_user.setdefault(turn.user, []).append(turn)
+    return [
+        sum(t.tokens - 1 for t in turns) / sum(t.last - t.first for t in turns)
+        for turns in by_user.values()
+    ]
+
+
+def require_agentic(o: AgenticOptions, sessions: Sequence[Sequence[Turn]]) -> int:
+    """Check what needs no model; tokens of the longest conversation, drafts included.
+
+    Raises:
+        ValueError: listing everything that is out of range.
+    """
+    needed = longest(sessions) + (o.drafts + 1 if o.drafts else 0)
+    problems = engine_problems(o, needed)
+    if not 1 <= o.users <= BATCH_BUCKETS[-1]:
+        problems.append(f"--users {o.users}: expected 1 to {BATCH_BUCKETS[-1]}, the largest batch")
+    if o.runs < 1:
+        problems.append(f"--runs {o.runs}: expected at least 1")
+    if o.speed <= 0:
+        problems.append(f"--speed {o.speed}: expected more than 0")
+    if problems:
+        raise ValueError("agentic:" + "".join(f"\n  - {p}" for p in problems))
+    return needed
+
+
+def run_agentic(o: AgenticOptions, argv: Sequence[str] | None = None) -> dict[str, Any]:
+    """Run the benchmark; the result document.
+
+    Raises:
+        ValueError: options, trace, sizes or backend that cannot run; says why.
+    """
+    sessions = [
+        [Turn(t.new, t.output, t.pause_s / o.speed) for t in turns] for turns in read_trace(o.trace)
+    ]
+    needed = require_agentic(o, sessions)
+    report(None, "weights", allow=COMPILING)
+    loaded = load(o, o.users, o.chunk, needed, (o.backend,))
+    engine, vocabulary = loaded.engine(o.backend), loaded.config.vocab_size
+    machine = describe_machine()
+    report(0, "warm-up (compiles first)", allow=COMPILING)
+    for batch in [b for b in BATCH_BUCKETS if b <= bucket(o.users)]:
+        serve_group(engine, [[1]] * min(batch, o.users), 4 + 2 * o.drafts)
+    runs = []
+    for run in range(o.runs):
+        rng = np.random.default_rng([o.seed, run])
+
+        def content(number: int, rng: Any = rng) -> list[int]:
+            return rng.integers(0, vocabulary, number).tolist()
+
+        runs.append(replay(engine, sessions, o.users, content, clock=time.perf_counter))
+    figures = turn_figures(runs)
+    apart = check(loaded, engine, o.users)
+    return {
+        "schema": SCHEMA,
+        "command": command_line(list(argv) if argv is not None else None),
+        "conditions": machine
+        | {
+            "what": "multi-turn traffic, closed loop",
+            "seed": o.seed,
+            "shapes": {
+                "model": str(o.checkpoint or f"random weights, preset {o.preset}"),
+                "trace": str(o.trace), "sessions": len(sessions), "users": o.users,
+                "turns": sum(map(len, sessions)), "longest": longest(sessions),
+                "context": loaded.context, "tp": o.tp, "drafts": o.drafts,
+                "kv_dtype": o.kv_dtype, "chunk": loaded.chunk,
+            },
+            "acceptance": loaded.acceptance,
+            "backend": o.backend,
+            "excluded": "loading, compilation and warm-up",
+            "execution": f"{o.runs} runs; pauses of the trace divided by {o.speed:g}",
+            "definitions": DEFINITIONS,
+            "plans": {f"{p.backend}: {p.reason}": n for p, n in engine.plans.items()},
+            "options": {k: str(v) if v is not None else None for k, v in asdict(o).items()},
+            "noisy": [n for n, f in figures.items() if f["samples"] and is_noisy(f["samples"])],
+        },
+        "figures": figures,
+        "parity": slice_parity.verdict(engine.static, apart),
+    }  # fmt: skip

@@ -1,0 +1,149 @@
+"""Options of the commands that run an engine; no heavy imports."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+BACKENDS = ("auto", "latency_specialized")
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """What runs.
+
+    Attributes:
+        checkpoint: directory of a released or prepared checkpoint; default: random weights.
+        draft: directory of its drafter, with a checkpoint and --drafts.
+        preset: sizes of random weights; `k3` are the released ones.
+        tp: tensor-parallel ranks, one device each.
+        experts: cut the width of every routed expert (tp), or give whole experts to ranks (ep).
+        dcp: ranks that share the latent cache between them: 1 (each holds all) or as many as tp.
+        backend: decode backend.
+        drafts: drafted tokens per step; 0 decodes without speculation.
+        accept: rule that judges drafts (real acceptance).
+        accept_length: forces the mean tokens per step instead (synthetic acceptance), 1 to K + 1.
+        drafting: whether the drafter takes its largest logit or draws.
+        temperature: 0 is greedy.
+        context: most tokens of one sequence; default: what the command needs.
+        kv_dtype: dtype of the latent caches; the FP8 scale is 1.
+        page_size: rows of a cache page on one rank.
+        chunk: prompt tokens per prefill step.
+        seed: of random weights, prompts and draws.
+        memory_fraction: share of a GPU's memory that JAX takes.
+    """
+
+    checkpoint: Path | None = None
+    draft: Path | None = None
+    preset: Literal["k3", "tiny", "tp16"] = "tiny"
+    tp: int = 1
+    experts: Literal["tp", "ep"] = "tp"
+    dcp: int = 1
+    backend: Literal["auto", "latency_specialized"] = "auto"
+    drafts: int = 0
+    accept: Literal["standard", "block"] = "block"
+    accept_length: float | None = None
+    drafting: Literal["greedy", "probabilistic"] = "greedy"
+    temperature: float = 0.0
+    context: int | None = None
+    kv_dtype: Literal["bfloat16", "float8_e4m3fn"] = "float8_e4m3fn"
+    page_size: int = 16
+    chunk: int = 64
+    seed: int = 0
+    memory_fraction: float = 0.93
+
+
+@dataclass(frozen=True)
+class DecodeOptions(EngineOptions):
+    """Decode steps through the engine, decode apart from prefill.
+
+    Attributes:
+        isl: prompt tokens.
+        osl: output tokens; the end of text is ignored.
+        batch: requests that run together.
+        runs: measured runs.
+        prompts: groups of `batch` prompts in a run.
+        replays: samples of the device-timed cross-check; 0 leaves it out.
+        compare: two backends, run in turns in this process; their ratio is printed.
+    """
+
+    isl: int = 1
+    osl: int = 1000
+    batch: int = 1
+    runs: int = 3
+    prompts: int = 4
+    replays: int = 5
+    compare: str | None = None
+
+    @property
+    def backends(self) -> tuple[str, ...]:
+        """Backends to run, in order."""
+        return (self.backend,) if self.compare is None else tuple(self.compare.split(","))
+
+    @property
+    def needed(self) -> int:
+        """Tokens of one sequence at most: prompt, output, and a block of drafts behind it."""
+        return self.isl + self.osl + (self.drafts + 1 if self.drafts else 0)
+
+
+def engine_problems(o: EngineOptions, needed: int) -> list[str]:
+    """What is wrong with the options, as far as no model is needed to tell."""
+    problems = []
+    if not 0 <= o.drafts <= 7:
+        problems.append(f"--drafts {o.drafts}: expected 0 to 7")
+    if o.accept_length is not None and not (o.drafts and 1 <= o.accept_length <= o.drafts + 1):
+        problems.append(
+            f"--accept-length {o.accept_length}: expected 1 to drafts + 1 = {o.drafts + 1}, "
+            "with --drafts"
+        )
+    if (o.checkpoint is not None and o.drafts > 0) != (o.draft is not None):
+        problems.append("--draft: needed with --checkpoint and --drafts, and only then")
+    if o.context is not None and o.context < needed:
+        problems.append(
+            f"--context {o.context}: below the {needed} tokens that prompt, output and drafts need"
+        )
+    if not 0.0 <= o.temperature < float("inf"):
+        problems.append(f"--temperature {o.temperature}: expected 0 (greedy) or above")
+    if o.chunk < 1 or o.page_size < 1:
+        problems.append(f"--chunk {o.chunk}, --page-size {o.page_size}: expected at least 1")
+    return problems
+
+
+def require_decode(o: DecodeOptions) -> None:
+    """Check what needs no model.
+
+    Raises:
+        ValueError: listing everything that is out of range.
+    """
+    problems = engine_problems(o, o.needed)
+    if not 1 <= o.batch <= 64:
+        problems.append(f"--batch {o.batch}: expected 1 to 64, the largest batch")
+    for name, least in (("isl", 1), ("osl", 4 + 2 * o.drafts), ("runs", 1), ("prompts", 1)):
+        if getattr(o, name) < least:
+            problems.append(f"--{name} {getattr(o, name)}: expected at least {least}")
+    if o.replays < 0:
+        problems.append(f"--replays {o.replays}: expected at least 0")
+    if o.compare is not None:
+        names = o.backends
+        if len(names) != 2 or len(set(names)) != 2 or not set(names) <= set(BACKENDS):
+            problems.append(f"--compare {o.compare}: expected two of {','.join(BACKENDS)}")
+    if problems:
+        raise ValueError("decode:" + "".join(f"\n  - {p}" for p in problems))
+
+
+@dataclass(frozen=True)
+class AgenticOptions(EngineOptions):
+    """Multi-turn traffic through the engine.
+
+    Attributes:
+        trace: the trace file, see `bench.traffic`.
+        users: served at the same time.
+        runs: replays of the whole trace.
+        speed: divides the pauses.
+    """
+
+    trace: Path = Path(__file__).parent / "traces" / "small.jsonl"
+    users: int = 2
+    runs: int = 3
+    speed: float = 1.0

@@ -1,0 +1,90 @@
+"""Results side by side and as pictures."""
+
+import pytest
+
+from bench.__main__ import main
+from bench.compare import compare, differing, verdicts
+from bench.plots import Named, plot
+from bench.result import CONDITIONS, figure, write
+
+
+def made(scale=1.0, verdict="passed", **conditions):
+    curve = {f"us_per_layer.rows{n}": figure(scale * v, "us", [scale * v] * 4)
+             for n, v in ((1, 50.0), (8, 100.0), (64, 300.0))}  # fmt: skip
+    floors = {f"floor_us_per_layer.rows{n}": figure(v, "us") for n, v in ((1, 22.0), (8, 48.0))}
+    decode = {
+        "user_tokens_s.p90": figure(60.0, "tokens/s"),
+        "decode_tokens_s": figure(480.0, "tokens/s"),
+    }
+    kernels = {
+        "experts.rows1.kernel_us": figure(16.0, "us"),
+        "experts.rows1.floor_us": figure(4.0, "us"),
+    }
+    steps = {"ms_per_step.rows1": figure(9.0, "ms")}
+    return {
+        "schema": "k3-bench-1",
+        "command": "python -m bench rank-slice",
+        "conditions": dict.fromkeys(CONDITIONS, "none") | {"noisy": []} | conditions,
+        "figures": curve | floors | decode | kernels | steps,
+        "parity": {"verdict": verdict, "why": "x"},
+    }
+
+
+def test_ratios_of_common_figures():
+    rows = {r[0]: r for r in compare(made(), made(0.5))}
+    assert rows["us_per_layer.rows8"][3] == "0.500"
+    assert rows["floor_us_per_layer.rows1"][3] == "1.000"
+    assert [r[0] for r in compare(made(), made(), "rows64")] == ["us_per_layer.rows64"]
+
+
+def test_noise_and_agreement_are_remarked():
+    noisy = made()
+    noisy["figures"]["us_per_layer.rows8"]["samples"] = [90.0, 90.0, 110.0, 110.0]
+    assert {r[0]: r[4] for r in compare(made(), noisy)}["us_per_layer.rows8"] == "noisy: B"
+    wide = made()
+    wide["figures"]["us_per_layer.rows8"] = figure(101.0, "us", [100.0, 100.0, 102.0, 102.0])
+    assert "within" in {r[0]: r[4] for r in compare(made(), wide)}["us_per_layer.rows8"]
+
+
+def test_differing_conditions_are_listed_and_passing_ones_are_not():
+    a = made(shapes={"tp": 16, "rows": [1]}, clocks={"sm": "1980"})["conditions"]
+    b = made(shapes={"tp": 8, "rows": [1]}, clocks={"sm": "1900"})["conditions"]
+    assert list(differing(a, b)) == [("shapes.tp", "16", "8")]
+
+
+def test_no_headline_without_both_verdicts():
+    assert "no headline" not in verdicts(made(), made())
+    assert "no headline" in verdicts(made(), made(verdict="failed"))
+
+
+def test_the_command_prints_and_refuses(tmp_path, capsys):
+    for name, scale in (("a", 1.0), ("b", 2.0)):
+        write(str(tmp_path / f"{name}.json"), made(scale))
+    assert main(["compare", str(tmp_path / "a.json"), str(tmp_path / "b.json")]) == 0
+    assert "2.000" in capsys.readouterr().out
+    assert main(["compare", str(tmp_path / "a.json"), str(tmp_path / "absent.json")]) == 2
+    assert "not readable as a result" in capsys.readouterr().err
+
+
+def test_pictures_and_page(tmp_path):
+    files = plot([Named("first", made()), Named("<b>", made(0.8))], tmp_path)
+    assert files == [
+        "layer_against_rows.png", "step_against_rows.png", "throughput_against_interactivity.png",
+        "kernels.png", "index.html",
+    ]  # fmt: skip
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted(files)
+    page = (tmp_path / "index.html").read_text()
+    assert "&lt;b&gt;" in page
+    assert "not reproduced here" in page
+    assert "us_per_layer.rows64" in page
+
+
+def test_what_did_not_pass_is_not_drawn(tmp_path):
+    assert plot([Named("bad", made(verdict="failed"))], tmp_path) == ["index.html"]
+    assert "not drawn" in (tmp_path / "index.html").read_text()
+
+
+@pytest.mark.parametrize("command", [["plot"], ["compare"]])
+def test_missing_files_are_refused(command):
+    with pytest.raises(SystemExit):
+        main(command)

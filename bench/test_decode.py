@@ -1,0 +1,80 @@
+"""`bench decode`: what is refused, ratios of two backends, and a small run with drafts."""
+
+from dataclasses import replace
+
+import pytest
+
+from bench.__main__ import main
+from bench.decode import prompts_of, ratios
+from bench.engine_options import DecodeOptions, require_decode
+from bench.result import figure, read
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"batch": 65}, "1 to 64"),
+        ({"drafts": 9}, "0 to 7"),
+        ({"drafts": 3, "accept_length": 4.5}, "1 to drafts . 1 = 4"),
+        ({"accept_length": 2.0}, "with --drafts"),
+        ({"context": 100, "isl": 50, "osl": 60}, "below the 110 tokens"),
+        ({"osl": 3}, "--osl 3: expected at least 4"),
+        ({"compare": "auto,auto"}, "expected two of"),
+        ({"compare": "auto"}, "expected two of"),
+        ({"temperature": -1.0}, "expected 0"),
+    ],
+)
+def test_bad_conditions_name_the_limit(changed, message):
+    with pytest.raises(ValueError, match=message):
+        require_decode(replace(DecodeOptions(), **changed))
+
+
+def test_all_bad_conditions_are_listed():
+    with pytest.raises(ValueError, match=r"--batch 0(.|\n)*--runs 0(.|\n)*--prompts 0"):
+        require_decode(replace(DecodeOptions(), batch=0, runs=0, prompts=0))
+
+
+def test_a_context_beyond_the_model_and_a_missing_backend_are_refused(capsys):
+    assert main(["decode", "--osl", "5000"]) == 2
+    assert "limit is 4096" in capsys.readouterr().err
+    assert main(["decode", "--compare", "auto,latency_specialized"]) == 2
+    assert "latency_specialized" in capsys.readouterr().err
+
+
+def test_prompts_are_the_same_for_every_backend_and_differ_otherwise():
+    o = replace(DecodeOptions(), batch=2, isl=8)
+    assert prompts_of(o, 384, 1, 0) == prompts_of(o, 384, 1, 0)
+    assert prompts_of(o, 384, 1, 0) != prompts_of(o, 384, 1, 1)
+    assert prompts_of(o, 384, 1, 0) != prompts_of(o, 384, 2, 0)
+
+
+def test_a_ratio_has_the_spread_of_its_runs():
+    figures = {
+        "auto.step_ms": figure(12.0, "ms", [12.0, 12.3, 11.7]),
+        "latency_specialized.step_ms": figure(6.0, "ms", [6.0, 6.15, 5.85]),
+        "auto.decode_tokens_s": figure(100.0, "tokens/s", [100.0] * 3),
+        "latency_specialized.decode_tokens_s": figure(200.0, "tokens/s", [200.0] * 3),
+    }
+    found = ratios(figures, ("auto", "latency_specialized"))
+    steps = found["ratio.step_ms.auto_over_latency_specialized"]
+    assert steps == {"value": 2.0, "unit": "ratio", "samples": [2.0, 2.0, 2.0]}
+    assert ratios(figures, ("auto",)) == {}
+
+
+def test_a_small_run_with_forced_acceptance(tmp_path, capsys, quick_compile):
+    out = tmp_path / "decode.json"
+    command = "decode --preset tiny --drafts 2 --accept-length 2 --osl 13 --batch 2 --runs 2"
+    rest = "--prompts 1 --replays 2 --kv-dtype bfloat16"
+    assert main([*command.split(), *rest.split(), "--out", str(out)]) == 0
+    found = read(out)
+    figures = found["figures"]
+    assert found["parity"]["verdict"] == "passed"
+    assert found["conditions"]["acceptance"]["kind"] == "synthetic"
+    assert figures["accepted_length"]["value"] == 2  # 1 of the prefill, then 2 per step
+    assert figures["steps"]["value"] == 2 * 6
+    assert figures["steps_timed"]["value"] == 2 * 5
+    assert len(figures["step_ms"]["samples"]) == 2
+    assert len(figures["replay_ms"]["samples"]) == 2
+    assert found["conditions"]["plans"]["auto"]
+    printed = capsys.readouterr().out
+    assert "step_ms: wall time between the ends" in printed

@@ -1,0 +1,76 @@
+"""`bench ops`: figures of a case, what fails one, and the list. Kernels themselves need a GPU."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from bench.__main__ import main
+from bench.ops import chosen, judge, run_case
+from bench.ops_options import OpsOptions
+from bench.ops_problem import Problem, stack_depth
+
+
+def problem(error=0.0, standard=1e-3):
+    want = np.arange(1.0, 9.0).reshape(2, 4)
+    return Problem(
+        lambda layer: jnp.asarray(want * (1 + error), jnp.float32),
+        45_500_000,
+        3,
+        lambda layer, rows: want[rows],
+        lambda layer: jnp.asarray(want * (1 + standard), jnp.float32),
+        np.arange(2),
+        {"distinct_experts": (16.0, "count")},
+    )
+
+
+def times(problem, repeats):
+    calls = problem.layers * repeats
+    return {"k3_a": [8.0] * calls, "k3_b": [6.0] * 2 * calls, "copy": [1.5] * calls}, calls
+
+
+def test_kernels_of_a_call_are_summed_and_others_kept_apart():
+    figures, parity = run_case("x", problem(), OpsOptions(repeats=2, replays=3), times)
+    assert figures["x.kernel_us"] == {"value": 20.0, "unit": "us", "samples": [20.0] * 6}
+    assert figures["x.other_us"]["value"] == 1.5
+    assert figures["x.floor_us"]["value"] == pytest.approx(10.0)
+    assert figures["x.floor_share"]["value"] == pytest.approx(0.5)
+    assert figures["x.gb_s"]["value"] == pytest.approx(2275)
+    assert figures["x.device.k3_b"]["value"] == 12.0
+    assert figures["x.distinct_experts"]["value"] == 16.0
+    assert parity["passed"]
+    assert parity["replays_different"] == 0
+
+
+@pytest.mark.parametrize(
+    ("error", "standard", "passed"),
+    [(1e-3, 1e-3, True), (3e-3, 1e-3, False), (1e-2, 1e-1, False), (np.nan, 1e-3, False)],
+)
+def test_an_error_beyond_twice_the_standard_paths_fails(error, standard, passed):
+    found = run_case("x", problem(error, standard), OpsOptions(repeats=1, replays=2), times)
+    assert found[1]["passed"] is passed
+
+
+def test_replays_that_differ_fail():
+    fine = {"kernel": 1e-4, "standard": 1e-3, "finite": True}
+    assert judge(fine, fine, 0) == (True, 1e-4)
+    assert not judge(fine, fine, 1)[0]
+    assert not judge(fine, fine | {"kernel": 2e-4}, 0)[0]
+
+
+def test_weights_rotate_beyond_three_times_the_cache():
+    for nbytes in (1 << 20, 46 << 20, 1 << 30):
+        assert (stack_depth(nbytes) - 1) * nbytes >= 3 * 60 << 20
+        assert stack_depth(nbytes) >= 2
+
+
+def test_cases_are_listed_and_a_wrong_name_is_refused(capsys):
+    assert main(["ops", "experts.tp16", "--list"]) == 0
+    assert "experts.tp16.rows8" in capsys.readouterr().out.split()
+    assert len(chosen(())) > 60
+    assert main(["ops", "no_such_case"]) == 2
+    assert "--list" in capsys.readouterr().err
+
+
+def test_without_a_gpu_nothing_is_run(capsys):
+    assert main(["ops", "attn_res"]) == 2
+    assert "need an NVIDIA GPU" in capsys.readouterr().err

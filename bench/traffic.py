@@ -1,0 +1,178 @@
+"""Recorded multi-turn traffic: the trace file, and its replay in a closed loop.
+
+A trace is a text file of one JSON object per line, each one session of one user:
+
+    {"turns": [{"new": 24, "output": 8, "pause_s": 0.0}, ...]}
+
+`new` tokens are added to the conversation, `pause_s` seconds after the user's last answer was
+complete (for a first turn: after the user came), and `output` tokens are answered; the end of text
+is ignored. The content is synthetic: random ids. A conversation is kept between its turns, so that
+a turn processes nothing but its new tokens.
+
+C users are served at a time. When a session is over its user leaves and the next one in the file
+comes. A due turn is prefilled before the next decode step, which all others wait for.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bench.serve import LIMIT, Serving
+from bench.timing import Clock
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One request of a session: tokens added, tokens answered, pause before it in seconds."""
+
+    new: int
+    output: int
+    pause_s: float
+
+
+@dataclass(frozen=True)
+class TurnServed:
+    """How a turn went. Times in seconds; `reused` tokens were in the cache already."""
+
+    user: int
+    due: float
+    first: float
+    last: float
+    tokens: int
+    processed: int
+    reused: int
+
+
+@dataclass
+class _User:
+    number: int
+    turns: list[Turn]
+    due: float
+    handle: int | None = None
+    served: list[TurnServed] = field(default_factory=list)
+    first: float = 0.0
+    processed: int = 0
+    reused: int = 0
+
+
+def read_trace(path: str | Path) -> list[list[Turn]]:
+    """The sessions of a trace file.
+
+    Raises:
+        ValueError: listing every line that is not a session.
+    """
+    sessions, problems = [], []
+    for number, line in enumerate(Path(path).read_text().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            sessions.append([Turn(**turn) for turn in json.loads(line)["turns"]])
+        except (ValueError, TypeError, KeyError) as error:
+            problems.append(f"line {number}: {error!r}")
+            continue
+        turns = sessions[-1]
+        sound = turns and all(
+            type(t.new) is type(t.output) is int and t.new >= 1 and t.output >= 2 and t.pause_s >= 0
+            for t in turns
+        )
+        if not sound:
+            problems.append(f"line {number}: expected turns with new >= 1, output >= 2, pause >= 0")
+    if not sessions and not problems:
+        problems.append("no session in it")
+    if problems:
+        raise ValueError(f"{path}: not a trace:" + "".join(f"\n  - {p}" for p in problems))
+    return sessions
+
+
+def longest(sessions: Sequence[Sequence[Turn]]) -> int:
+    """Tokens of the longest conversation."""
+    return max(sum(t.new + t.output for t in turns) for turns in sessions)
+
+
+def wait_until(moment: float) -> None:
+    """Sleep until a moment of `time.perf_counter`."""
+    time.sleep(max(0.0, moment - time.perf_counter()))
+
+
+def replay(
+    engine: Serving,
+    sessions: Sequence[Sequence[Turn]],
+    users: int,
+    content: Callable[[int], list[int]],
+    *,
+    clock: Clock = time.perf_counter,
+    wait: Callable[[float], None] = wait_until,
+) -> list[TurnServed]:
+    """Serve all sessions, `users` at a time; every turn in the order of its end.
+
+    Raises:
+        ValueError: a sequence stopped for another reason than its output limit.
+    """
+    waiting = [_User(i, list(turns), 0.0) for i, turns in enumerate(sessions)]
+    idle: list[_User] = []  # present, between turns
+    running: list[_User] = []
+    served: list[TurnServed] = []
+    while waiting or idle or running:
+        while waiting and len(idle) + len(running) < users:
+            came = waiting.pop(0)
+            came.due = clock() + came.turns[0].pause_s
+            idle.append(came)
+        due = [u for u in idle if u.due <= clock()]
+        if due:
+            user = min(due, key=lambda u: u.due)
+            idle.remove(user)
+            _begin(engine, user, content, clock)
+            running.append(user)
+            continue
+        if not running:
+            wait(min(u.due for u in idle))
+            continue
+        engine.decode([u.handle for u in running])
+        end = clock()
+        for user in list(running):
+            if _over(engine, user):
+                running.remove(user)
+                served.append(_finish(engine, user, end))
+                if user.turns:
+                    user.due = end + user.turns[0].pause_s
+                    idle.append(user)
+                else:
+                    engine.release(user.handle)  # type: ignore[arg-type]
+    return served
+
+
+def _begin(engine: Any, user: _User, content: Callable[[int], list[int]], clock: Clock) -> None:
+    """Add the due turn's tokens and prefill them."""
+    turn = user.turns[0]
+    ids = content(turn.new)
+    if user.handle is None:
+        user.handle = engine.add(ids, temperature=0.0, seed=user.number, limit=turn.output)
+    else:
+        engine.extend(user.handle, ids)
+        engine.sequences[user.handle].limit = turn.output
+    seq = engine.sequences[user.handle]
+    user.reused = seq.processed
+    user.processed = len(seq.ids) - seq.processed
+    engine.prefill(user.handle)
+    user.first = clock()
+
+
+def _over(engine: Any, user: _User) -> bool:
+    seq = engine.sequences[user.handle]
+    if seq.failed is not None:
+        raise ValueError(f"user {user.number}: {seq.failed}; check the weights")
+    if seq.finished not in (None, LIMIT):
+        raise ValueError(f"user {user.number}: ended early: {seq.finished}")
+    return seq.finished == LIMIT
+
+
+def _finish(engine: Any, user: _User, end: float) -> TurnServed:
+    turn = user.turns.pop(0)
+    return TurnServed(
+        user.number, user.due, user.first, end, turn.output, user.processed, user.reused
+    )
