@@ -184,7 +184,8 @@ def bind_spread(
     """`binding.bind` on every rank; donates the weights. Unchanged where `run` needs no binding."""
     if not is_bound(run):
         return weights
-    before, after = checkpoint_specs(config, run.experts), weight_specs(config, run)
+    after = weight_specs(config, run)
+    before = checkpoint_specs(config, run.experts) if weights.moe.w13_tiles is None else after
     return spread(bind, placement.mesh, (before,), after, donate=0)(weights)
 
 
