@@ -34,12 +34,6 @@ ALLOWED = {
 ALONE = ROOT / "torch_ref" / "vllm_record.py"  # copied into an environment without this project
 # what bench may take from parity
 SHARED = {"cases", "inputs", "metrics", "mla_inputs", "tolerances"}
-    "cases",
-    "inputs",
-    "metrics",
-    "mla_inputs",
-    "tolerances",
-}  # what bench may take from parity
 WITHOUT_JAX = (
     *("config", "weights", "memory", "checkpoint", "make_tiny"),
     *("processes", "watchdog"),
