@@ -275,12 +275,20 @@ def build_speculative_loop(
 
 
 def _spread(
-    function: Callable, static: Static, draft: DraftStatic, mesh: Mesh | None, outputs: Any
+    function: Callable,
+    static: Static,
+    draft: DraftStatic,
+    backend: Backend,
+    mesh: Mesh | None,
+    outputs: Any,
 ) -> Callable:
     cache, inputs = cache_specs(static.run), input_specs()
     small = draft_specs(draft.config, draft.ranks.size)
     weights = weight_specs(static.config, static.run), small
-    return spread(function, mesh, (*weights, cache, inputs), (cache, outputs, inputs), donate=2)
+    return spread(
+        function, mesh, (*weights, cache, inputs), (cache, outputs, inputs),
+        donate=2, check=not backend.whole_stacks,
+    )  # fmt: skip
 
 
 def _require(static: Static, draft: DraftStatic, method: Acceptance, drafts: int) -> None:
