@@ -226,7 +226,7 @@ def build_speculative_step(
     """
     _require(static, draft, method, drafts)
     run = partial(speculative_step, static, draft, backend, method, drafts)
-    return _spread(run, static, draft, mesh, P())
+    return _spread(run, static, draft, backend, mesh, P())
 
 
 @lru_cache(maxsize=16)
@@ -241,7 +241,7 @@ def build_speculative_prefill(
     """The jitted prefill of a chunk; otherwise as `build_speculative_step`."""
     _require(static, draft, method, drafts)
     run = partial(speculative_prefill, static, draft, backend, method, drafts)
-    return _spread(run, static, draft, mesh, output_specs())
+    return _spread(run, static, draft, backend, mesh, output_specs())
 
 
 @lru_cache(maxsize=16)
@@ -271,7 +271,7 @@ def build_speculative_loop(
         cache, inputs, collected = lax.fori_loop(0, steps, body, (cache, inputs, empty))
         return cache, collected, inputs
 
-    return _spread(run, static, draft, mesh, P())
+    return _spread(run, static, draft, backend, mesh, P())
 
 
 def _spread(
