@@ -155,18 +155,10 @@ def decode(
 
     def work() -> int:
         from bench.decode import headline_names, run_decode
-        from bench.rank_slice_report import rows_to_print
 
         result = run_decode(options)
-        if not is_first():
-            return 0
-        status = conclude(
-            result, out, f"decode, {','.join(options.backends)}", rows_to_print(result),
-            headline_names(result),
-        )  # fmt: skip
-        if out != "-":
-            print_definitions(result)
-        return status
+        title = f"decode, {','.join(options.backends)}"
+        return conclude_served(result, out, title, headline_names(result))
 
     return launch(processes, work)
 
@@ -192,25 +184,26 @@ def agentic(
 
     def work() -> int:
         from bench.agentic import run_agentic
-        from bench.rank_slice_report import rows_to_print
 
         result = run_agentic(options)
-        if not is_first():
-            return 0
         names = ["user_tokens_s.p90", "ttft_ms.p90", "output_tokens_s"]
         title = f"traffic of {options.users} user(s), {options.backend}"
-        status = conclude(result, out, title, rows_to_print(result), names)
-        if out != "-":
-            print_definitions(result)
-        return status
+        return conclude_served(result, out, title, names)
 
     return launch(processes, work)
 
 
-def print_definitions(result: dict[str, Any]) -> None:
-    """What the figures mean."""
-    for name, text in result["conditions"]["definitions"].items():
-        print(f"  {name}: {text}")
+def conclude_served(result: dict[str, Any], out: str | None, title: str, names: list[str]) -> int:
+    """`conclude`, and what the figures mean; in the first process only."""
+    from bench.rank_slice_report import rows_to_print
+
+    if not is_first():
+        return 0
+    status = conclude(result, out, title, rows_to_print(result), names)
+    if out != "-":
+        for name, text in result["conditions"]["definitions"].items():
+            print(f"  {name}: {text}")
+    return status
 
 
 def conclude(

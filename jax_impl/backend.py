@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from jax_impl.config import ModelConfig, RunConfig
-from jax_impl.stages import specialized, standard
+from jax_impl.stages import limits, specialized, standard
 
 
 class Backend(NamedTuple):
@@ -64,7 +64,7 @@ def choose_backend(run: RunConfig, config: ModelConfig | None = None, ranks: int
 
     reasons = unmet_conditions() + specialized.unmet_settings(run)
     if config is not None:
-        reasons += specialized.unmet_shapes(config, run, ranks)
+        reasons += limits.unmet(config, run, ranks)
     if not reasons:
         return LATENCY_SPECIALIZED
     raise BackendUnavailableError(

@@ -50,7 +50,7 @@ from jax_impl.prepared import (
     sha256,
     verify,
 )
-from jax_impl.value_checks import value_check  #
+from jax_impl.value_checks import value_check
 
 PARTIAL = ".partial-"  # start of an item's name until it is complete
 _SAMPLES, _SAMPLE = 16, 4096  # pieces of every shard that tell one source from another

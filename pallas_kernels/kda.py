@@ -20,7 +20,6 @@ A sequence at position 0 has no history: state and window count as zeros. What a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -34,8 +33,6 @@ WIDTH = 128  # of a head
 ROWS = 64  # of the state per warpgroup
 GROUPS = WIDTH // ROWS
 MAX_TOKENS = 8
-PREFETCHERS = 16  # rows of CTAs, one per head, that only prefetch
-PREFETCH_BYTES = 16 << 20  # that they ask for at most
 EIGHT = 8  # numbers of 16 bits in the smallest copy
 L2_EPS = 1e-6  # added to the sum of squares
 
@@ -168,13 +165,9 @@ def kda(
     eps: float,
     lower_bound: float,
     commit: bool,
-    prefetch: Sequence[tuple[jax.Array, int | jax.Array]] = (),
     interpret: bool = False,
 ) -> tuple[jax.Array, ...]:
     """(heads, update, key, log decay) or, with `commit`, (heads, state, window); see the module.
-
-    `prefetch` holds stacks [L, ..] and the layer of each that later kernels read: further CTAs ask
-    for them to be brought towards L2.
 
     Raises:
         ValueError: `limits` are not met.
@@ -183,7 +176,7 @@ def kda(
 
     common.require(limits(fused, state, window, w, rows), "kda")
     batch, heads = rows.slot.shape[0], state.shape[2]
-    shape = _Shape(batch, fused.shape[0] // batch, heads, w.conv1d.shape[2], commit)
+    shape = _Shape(fused.shape[0] // batch, heads, w.conv1d.shape[2], commit)
     bf16, f32 = jnp.bfloat16, jnp.float32
     record = jax.ShapeDtypeStruct((batch, shape.tokens, heads, WIDTH), f32)
     out = [jax.ShapeDtypeStruct((fused.shape[0], shape.p), bf16)]
@@ -193,7 +186,7 @@ def kda(
         "k3_kda",
         interpret=interpret,
         out_type=out if commit else [*out, record, record, record],
-        grid=(batch + (PREFETCHERS if prefetch else 0), heads),
+        grid=(batch, heads),
         grid_names=("sequence", "head"),
         num_threads=GROUPS,
         thread_name="wg",
@@ -213,7 +206,7 @@ def kda(
             ready=plgpu.Barrier(num_barriers=4, num_arrivals=GROUPS),
         ),
     )
-    operands = *w, common.layer_operand(layer), *rows, *common.prefetch_operands(prefetch)
+    operands = *w, common.layer_operand(layer), *rows
     if not commit:
         return call(fused, state, window, *operands)
     held = jax.new_ref(state), jax.new_ref(window)
@@ -223,7 +216,6 @@ def kda(
 
 @dataclass(frozen=True)
 class _Shape:
-    batch: int
     tokens: int
     heads: int
     taps: int
@@ -381,8 +373,8 @@ def _body(s: _Shape, eps: float, lower_bound: float, interpret: bool) -> Any:
         slots,  # i32 [B]
         positions,  # i32 [B]
         counts,  # i32 [B]
-        *others,  # operands of the prefetch, heads bf16 [N, P], records f32 [B, T, H, K]: update,
-        # key, log decay
+        heads,  # bf16 [N, P]
+        *records,  # f32 [B, T, H, K]: update, key, log decay
         states,
         f_b,
         low,
@@ -397,9 +389,7 @@ def _body(s: _Shape, eps: float, lower_bound: float, interpret: bool) -> Any:
         small,
         ready,
     ):
-        turn, head, wg = (lax.axis_index(n) for n in ("sequence", "head", "wg"))
-        sequence, last = jnp.minimum(turn, s.batch - 1), 1 if s.commit else 4
-        prefetched, (heads, *records) = others[:-last], others[-last:]
+        sequence, head, wg = (lax.axis_index(n) for n in ("sequence", "head", "wg"))
         at, slot, count = layer[0], slots[sequence], counts[sequence]
         w = Weights(f_b_proj, conv1d, a_log, dt_bias, o_norm)
         c = _Cta(s, interpret, sequence, head, wg, at, w, gates, strength, past, rows_, sums)
@@ -482,12 +472,8 @@ def _body(s: _Shape, eps: float, lower_bound: float, interpret: bool) -> Any:
         def pad():
             c.each(lambda t: _zeros(c, t, heads, records))
 
-        pl.when((turn < s.batch) & (slot >= 0))(work)
-        pl.when((turn < s.batch) & (slot < 0))(pad)
-        share, shares = (turn - s.batch) * s.heads + head, PREFETCHERS * s.heads
-        pl.when((turn >= s.batch) & (wg == 0))(
-            lambda: common.prefetch_layers(prefetched, share, shares, PREFETCH_BYTES, interpret)
-        )
+        pl.when(slot >= 0)(work)
+        pl.when(slot < 0)(pad)
 
     return body
 

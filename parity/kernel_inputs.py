@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import kda
+from pallas_kernels import common, kda
 
 
 def kda_inputs(
@@ -24,7 +24,7 @@ def kda_inputs(
     def normal(*shape: int, scale: float = 1.0) -> np.ndarray:
         return (rng.standard_normal(shape) * scale).astype(np.float32)
 
-    columns = common_columns(p, heads)
+    columns = common.round_up(4 * p + width + heads, 8)
     fused = normal(batch * tokens, columns)
     fused[:, 4 * p + width + heads :] = np.nan
     slot = rng.permutation(slots)[:batch].astype(np.int32)
@@ -51,8 +51,3 @@ def kda_inputs(
     )
     rows = kda.Rows(*(jnp.asarray(a) for a in (slot, position, count)))
     return jnp.asarray(fused, bf16), jnp.asarray(state), jnp.asarray(window, bf16), weights, rows
-
-
-def common_columns(p: int, heads: int) -> int:
-    """Columns of the fused projections, filled up to a multiple of eight."""
-    return -(-(4 * p + kda.WIDTH + heads) // 8) * 8

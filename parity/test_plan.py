@@ -9,7 +9,7 @@ from jax_impl import backend
 from jax_impl.backend import AUTO, LATENCY_SPECIALIZED, BackendUnavailableError, choose_backend
 from jax_impl.config import ModelConfig, RunConfig
 from jax_impl.plan import Plan, StepShape, choose
-from jax_impl.stages import specialized, standard
+from jax_impl.stages import limits, specialized, standard
 
 GOLDEN = Path(__file__).parent / "golden"
 ASKED = RunConfig(decode_backend="latency_specialized")
@@ -51,7 +51,7 @@ def test_configuration_gate_lists_every_reason():
 @pytest.mark.parametrize("ranks", [8, 16])
 def test_released_model_meets_every_limit(ranks):
     config = ModelConfig.load(GOLDEN / "k3_config.json")
-    assert specialized.unmet_shapes(config, ASKED, ranks) == []
+    assert limits.unmet(config, ASKED, ranks) == []
 
 
 def test_both_tables_have_the_same_signatures():

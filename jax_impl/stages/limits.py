@@ -5,9 +5,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jax_impl.binding import ROWS as ROW_UNIT
 from jax_impl.config import ModelConfig, RunConfig
 from pallas_kernels import (
     attn_res,
+    common,
     experts,
     kda,
     kda_commit,
@@ -44,7 +46,7 @@ def _stages(c: ModelConfig, run: RunConfig, ranks: int, n: int) -> dict[str, lis
     p, width = heads * c.kda_head_dim, c.moe_intermediate_size // ranks
     shared, betas = c.shared_intermediate_size // ranks, (1.0, 1.0)
     taps = c.short_conv_kernel_size
-    row, columns = _s(bf16, n, d), -(-(4 * p + c.kda_head_dim + heads) // 8) * 8
+    row, columns = _s(bf16, n, d), common.round_up(4 * p + c.kda_head_dim + heads, ROW_UNIT)
     state = _s(f32, 1, n, heads, c.kda_head_dim, c.kda_head_dim)
     window = _s(bf16, 1, n, taps - 1, 3 * p)
     weights = kda.Weights(

@@ -14,19 +14,18 @@ import jax.numpy as jnp
 
 from jax_impl.cache import StepInputs
 from jax_impl.collectives import all_gather, all_gather_packed, all_reduce, all_reduce_packed
-from jax_impl.config import ModelConfig, RunConfig
+from jax_impl.config import RunConfig
 from jax_impl.numerics import f32
 from jax_impl.ops.kda import Records
 from jax_impl.params import Layer, LayerWeights, Root
 from jax_impl.stages import standard
 from jax_impl.stages.contract import Delta, Routed, whole
-from jax_impl.stages.paged import positions
 from jax_impl.static import Static
 from pallas_kernels import attn_res as attn_res_kernel
 from pallas_kernels import experts as experts_kernel
 from pallas_kernels import kda as kda_kernel
 from pallas_kernels import kda_commit as commit_kernel
-from pallas_kernels import latent_up, mla_attend, mla_query, mla_value, skinny, topk
+from pallas_kernels import latent_up, mla_attend, mla_query, mla_value, paged, skinny, topk
 from pallas_kernels import route as route_kernel
 from pallas_kernels.skinny import Projection
 
@@ -44,13 +43,6 @@ def unmet_settings(run: RunConfig) -> list[str]:
         for name, value in wanted.items()
         if getattr(run, name) != value
     ]
-
-
-def unmet_shapes(config: ModelConfig, run: RunConfig, ranks: int) -> list[str]:
-    """Sizes of a model that the kernels do not take, at 1 and at 64 rows."""
-    from jax_impl.stages.limits import unmet
-
-    return unmet(config, run, ranks)
 
 
 @_once_per_block
@@ -157,7 +149,8 @@ def mla(
         a, [Projection(m.q_b_proj, BF16)], w.index, norm=(m.q_a_layernorm, eps)
     )
     tuning = mla_attend.default_tuning(batch, tokens * heads, static.run.fp8)
-    place, ends = _places(inputs, kv_latent.shape[2]), _ends(inputs)
+    ends = paged.ends(inputs.position, inputs.count, tokens)
+    place = paged.place(ends, inputs.page_table, kv_latent.shape[2])
     cache = jax.new_ref(kv_latent)
     q_rows = mla_query.query(
         q, a, m.kv_b_proj, w.index, m.kv_a_layernorm[w.index], cache, layer, place, kv_scale,
@@ -169,20 +162,6 @@ def mla(
     )  # fmt: skip
     found = mla_value.value(parts, ends, gate, m.kv_b_proj, w.index, heads=heads)
     return found, jax.freeze(cache)
-
-
-def _places(inputs: StepInputs, page_size: int) -> jax.Array:
-    """i32 [N]: cache row of each real token, counted over all pages; -1 where there is none."""
-    where = positions(inputs)
-    index = where // page_size
-    page = jnp.take_along_axis(inputs.page_table, index, axis=1, mode="clip")
-    here = inputs.row_live() & (page >= 0) & (index < inputs.page_table.shape[1])
-    return jnp.where(here, page * page_size + where % page_size, -1).reshape(-1)
-
-
-def _ends(inputs: StepInputs) -> jax.Array:
-    """i32 [B, T]: how many rows of its sequence each token sees; 0 where it is not real."""
-    return jnp.where(inputs.row_live(), positions(inputs) + 1, 0)
 
 
 @_once_per_block
