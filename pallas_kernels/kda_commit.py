@@ -3,9 +3,9 @@
     update, key, g f32 [L, B, T, H, K] as `kda.kda` records them; raw bf16 [L, B, T, 3P]
     state f32 [L', S, H, V, K] and window bf16 [L', S, taps - 1, 3P], the whole stacks, L' >= L
 
-Layers beyond the L recorded ones stay as they are. For each live sequence its first `count` tokens, 0..T: S <- S exp(g) + update key^T, all f32, and
+For each live sequence its first `count` tokens, 0..T: S <- S exp(g) + update key^T, all f32, and
 the window becomes the last taps - 1 raw projections up to there. Count 0 leaves both as they are
-(of a sequence without history: zeros). Pad rows (slot < 0) touch nothing.
+(of a sequence without history: zeros). Pad rows (slot < 0) and layers beyond L are left alone.
 
 One CTA per layer, sequence and head; its warpgroups take 64 rows of the state each.
 """
