@@ -102,7 +102,7 @@ def test_decode_is_exact():
     want = want * 2.0 ** (np.repeat(scales, 32, axis=-1).astype(int) - 127)
     finite = np.abs(want) < 2.0**128
     assert (got[finite] == want[finite]).all()
-    assert np.isinf(got[~finite]).all() and (~finite).sum() < 16
+    assert np.isinf(got[~finite]).all() and (~finite).sum() < 64
 
 
 @pytest.mark.parametrize(("n", "width"), [(1, 192), (7, 384), (40, 192)])
