@@ -581,6 +581,6 @@ def _down_body(n: int, pairs: int, z: int, width: int, t: Tuning, interpret: boo
             return acc
 
         lax.fori_loop(0, mine, item_step, None)
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     return body

@@ -192,7 +192,7 @@ def _body(tokens: int, before: int) -> Any:
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(states.at[wg], mine)
             pl.when(wg == 0)(keep_window)
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         pl.when(slot >= 0)(work)
 

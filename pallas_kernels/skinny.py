@@ -561,7 +561,7 @@ def _store(c: Cta, y: Any, kind: Kind, first: int, staged: Any) -> None:
                 place = pl.ds(start + i * kind.columns, columns)
                 plgpu.copy_smem_to_gmem(staged, target.at[rows, place])
 
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _body(
