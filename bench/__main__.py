@@ -17,8 +17,10 @@ from bench.layers_options import LayersOptions
 from bench.ops_options import OpsOptions
 from bench.rank_slice_options import SliceOptions
 from bench.roofline import RELEASED, RooflineOptions
+from jax_impl.output import require_writable
 from jax_impl.processes import ONE_PROCESS, ProcessOptions, is_first, launch
 
+Json = Annotated[str | None, tyro.conf.arg(aliases=["--out"])]
 DEFAULTS = RooflineOptions()
 SLICE = SliceOptions()
 DECODE = DecodeOptions()
@@ -44,6 +46,7 @@ def roofline(
         project: a measured rank slice; the step on all ranks is projected from it.
         json: write the result to this file ('-' for standard output).
     """
+    require_writable("--json", json)
     from bench.result import read, require
     from bench.roofline import roofline as compute
     from bench.roofline import tables
@@ -63,7 +66,7 @@ def roofline(
 def rank_slice(
     options: Annotated[SliceOptions, tyro.conf.arg(name="")] = SLICE,
     *,
-    out: str | None = None,
+    json: Json = None,
 ) -> int:
     """One rank's decode step at the real shapes on one device: COMPUTE ONLY, exchanges looped back.
 
@@ -71,8 +74,9 @@ def rank_slice(
 
     Args:
         options: what to run.
-        out: write the result to this file ('-' for standard output).
+        json: write the result to this file ('-' for standard output).
     """
+    require_writable("--json", json)
     from bench.machine import set_memory_fraction
 
     set_memory_fraction(options.memory_fraction)
@@ -81,22 +85,23 @@ def rank_slice(
 
     result = run_rank_slice(options)
     title = f"one rank of {options.tp}, COMPUTE ONLY (exchanges looped back), {options.backend}"
-    return conclude(result, out, title, rows_to_print(result), headline_names(result))
+    return conclude(result, json, title, rows_to_print(result), headline_names(result))
 
 
 def layers(
     options: Annotated[LayersOptions, tyro.conf.arg(name="")] = LAYERS,
     *,
-    out: str | None = None,
+    json: Json = None,
 ) -> int:
     """Device activities of one KDA and one MLA layer, from the profiler: COMPUTE ONLY.
 
-    Example: python -m bench layers --rows 8 --backends auto,latency_specialized --out layers.json
+    Example: python -m bench layers --rows 8 --backends auto,latency_specialized --json layers.json
 
     Args:
         options: what to run.
-        out: write the result to this file ('-' for standard output).
+        json: write the result to this file ('-' for standard output).
     """
+    require_writable("--json", json)
     from bench.machine import set_memory_fraction
 
     set_memory_fraction(options.memory_fraction)
@@ -107,38 +112,39 @@ def layers(
     title = f"one layer, one rank of {options.tp}, COMPUTE ONLY, {options.backends}"
     columns = ["", "us", "MB", "GB/s", "floor share"]
     names = [n for n in result["figures"] if n.endswith(".layer.busy_us")]
-    return conclude(result, out, title, rows_to_print(result), names, columns)
+    return conclude(result, json, title, rows_to_print(result), names, columns)
 
 
 def ops(
     options: Annotated[OpsOptions, tyro.conf.arg(name="")] = OPS,
     *,
-    out: str | None = None,
+    json: Json = None,
 ) -> int:
     """Device time and error of every kernel over its cases, L2 cold, with the floor.
 
-    Example: python -m bench ops experts.tp16 attn_res --out ops.json
+    Example: python -m bench ops experts.tp16 attn_res --json ops.json
 
     Args:
         options: what to run.
-        out: write the result to this file after every case ('-' for standard output).
+        json: write the result to this file after every case ('-' for standard output).
     """
+    require_writable("--json", json)
     from bench.ops import chosen, run_ops
     from bench.rank_slice_report import rows_to_print
 
     if options.list:
         print("\n".join(chosen(options.match)))
         return 0
-    result = run_ops(options, out)
+    result = run_ops(options, json)
     names = [n for n in result["figures"] if n.endswith(".kernel_us")]
-    return conclude(result, out, "kernels", rows_to_print(result), names)
+    return conclude(result, json, "kernels", rows_to_print(result), names)
 
 
 def decode(
     options: Annotated[DecodeOptions, tyro.conf.arg(name="")] = DECODE,
     processes: Annotated[ProcessOptions, tyro.conf.arg(name="")] = ONE_PROCESS,
     *,
-    out: str | None = None,
+    json: Json = None,
 ) -> int:
     """Decode steps through the engine: step time, rates and latencies, decode apart from prefill.
 
@@ -147,8 +153,9 @@ def decode(
     Args:
         options: what to run.
         processes: which processes run it together.
-        out: write the result to this file ('-' for standard output).
+        json: write the result to this file ('-' for standard output).
     """
+    require_writable("--json", json)
     from bench.machine import set_memory_fraction
 
     set_memory_fraction(options.memory_fraction)
@@ -158,7 +165,7 @@ def decode(
 
         result = run_decode(options)
         title = f"decode, {','.join(options.backends)}"
-        return conclude_served(result, out, title, headline_names(result))
+        return conclude_served(result, json, title, headline_names(result))
 
     return launch(processes, work)
 
@@ -167,7 +174,7 @@ def agentic(
     options: Annotated[AgenticOptions, tyro.conf.arg(name="")] = AGENTIC,
     processes: Annotated[ProcessOptions, tyro.conf.arg(name="")] = ONE_PROCESS,
     *,
-    out: str | None = None,
+    json: Json = None,
 ) -> int:
     """Multi-turn traffic with growing context and pauses: what each user sees.
 
@@ -176,8 +183,9 @@ def agentic(
     Args:
         options: what to run.
         processes: which processes run it together.
-        out: write the result to this file ('-' for standard output).
+        json: write the result to this file ('-' for standard output).
     """
+    require_writable("--json", json)
     from bench.machine import set_memory_fraction
 
     set_memory_fraction(options.memory_fraction)
@@ -188,19 +196,19 @@ def agentic(
         result = run_agentic(options)
         names = ["user_tokens_s.p90", "ttft_ms.p90", "output_tokens_s"]
         title = f"traffic of {options.users} user(s), {options.backend}"
-        return conclude_served(result, out, title, names)
+        return conclude_served(result, json, title, names)
 
     return launch(processes, work)
 
 
-def conclude_served(result: dict[str, Any], out: str | None, title: str, names: list[str]) -> int:
+def conclude_served(result: dict[str, Any], json: str | None, title: str, names: list[str]) -> int:
     """`conclude`, and what the figures mean; in the first process only."""
     from bench.rank_slice_report import rows_to_print
 
     if not is_first():
         return 0
-    status = conclude(result, out, title, rows_to_print(result), names)
-    if out != "-":
+    status = conclude(result, json, title, rows_to_print(result), names)
+    if json != "-":
         for name, text in result["conditions"]["definitions"].items():
             print(f"  {name}: {text}")
     return status
@@ -208,7 +216,7 @@ def conclude_served(result: dict[str, Any], out: str | None, title: str, names: 
 
 def conclude(
     result: dict[str, Any],
-    out: str | None,
+    json: str | None,
     title: str,
     rows: Sequence[Sequence[str]],
     names: Sequence[str],
@@ -218,9 +226,9 @@ def conclude(
     from bench.result import headline, write
     from jax_impl.output import print_table
 
-    if out is not None:
-        write(out, result)
-    if out != "-":
+    if json is not None:
+        write(json, result)
+    if json != "-":
         print_table(title, columns, rows)
         print("\n".join(headline(result, names)))
     return 1 if result["parity"]["verdict"] == "failed" else 0
@@ -240,10 +248,10 @@ def compare(
     """
     from bench.compare import compare as rows_of
     from bench.compare import differing, verdicts
-    from bench.result import read
+    from bench.result import read_all
     from jax_impl.output import print_table
 
-    first, second = read(a), read(b)
+    first, second = read_all([a, b])
     changed = list(differing(first["conditions"], second["conditions"]))
     print_table("conditions that differ", ["", str(a), str(b)], changed)
     rows = rows_of(first, second, match)
@@ -252,23 +260,29 @@ def compare(
     return 0
 
 
-def plot(results: tyro.conf.Positional[tuple[Path, ...]], *, out: Path) -> int:
+def plot(
+    results: tyro.conf.Positional[tuple[Path, ...]],
+    *,
+    report: Annotated[Path, tyro.conf.arg(aliases=["--out"])],
+) -> int:
     """Pictures (PNG) of results and a page (HTML) with their conditions.
 
-    Example: python -m bench plot bench/results/rank_slice_*.json --out build/plots
+    Example: python -m bench plot bench/results/rank_slice_*.json --report build/plots
 
     Args:
         results: result files.
-        out: folder for the files.
+        report: folder for index.html and the pictures.
     """
     from bench.plots import Named
     from bench.plots import plot as draw
-    from bench.result import read
+    from bench.result import read_all
 
+    require_writable("--report", report / "index.html")
     if not results:
-        raise ValueError("plot: no result files given; expected at least one")
-    for name in draw([Named(path.stem, read(path)) for path in results], out):
-        print(out / name)
+        raise ValueError("plot: found no result files, expected at least one; give their names")
+    named = [Named(p.stem, r) for p, r in zip(results, read_all(results), strict=True)]
+    for name in draw(named, report):
+        print(report / name)
     return 0
 
 

@@ -18,10 +18,12 @@ from bench.decode_metrics import percentile
 from bench.engine_options import AgenticOptions, engine_problems
 from bench.engine_setup import load
 from bench.machine import command_line, describe_machine
+from bench.options import see_help
 from bench.result import SCHEMA, figure, is_noisy
 from bench.serve import serve_group
 from bench.traffic import Turn, TurnServed, longest, read_trace, replay
 from jax_impl.engine import BATCH_BUCKETS, bucket
+from jax_impl.problems import listed
 from jax_impl.processes import COMPILING, report
 
 DEFINITIONS = {
@@ -90,7 +92,7 @@ def require_agentic(o: AgenticOptions, sessions: Sequence[Sequence[Turn]]) -> in
     if o.speed <= 0:
         problems.append(f"--speed {o.speed}: expected more than 0")
     if problems:
-        raise ValueError("agentic:" + "".join(f"\n  - {p}" for p in problems))
+        raise ValueError(listed("agentic", problems, see_help("agentic")))
     return needed
 
 

@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from bench.options import see_help
+from jax_impl.problems import listed
+
 BACKENDS = ("auto", "latency_specialized")
 
 
@@ -98,10 +101,14 @@ def engine_problems(o: EngineOptions, needed: int) -> list[str]:
             "with --drafts"
         )
     if (o.checkpoint is not None and o.drafts > 0) != (o.draft is not None):
-        problems.append("--draft: needed with --checkpoint and --drafts, and only then")
+        found = "given" if o.draft is not None else "missing"
+        problems.append(
+            f"--draft: found {found}, expected with --checkpoint and --drafts, and only then"
+        )
     if o.context is not None and o.context < needed:
         problems.append(
-            f"--context {o.context}: below the {needed} tokens that prompt, output and drafts need"
+            f"--context {o.context}: expected at least the {needed} tokens that prompt, output and "
+            "drafts need"
         )
     if not 0.0 <= o.temperature < float("inf"):
         problems.append(f"--temperature {o.temperature}: expected 0 (greedy) or above")
@@ -129,7 +136,7 @@ def require_decode(o: DecodeOptions) -> None:
         if len(names) != 2 or len(set(names)) != 2 or not set(names) <= set(BACKENDS):
             problems.append(f"--compare {o.compare}: expected two of {','.join(BACKENDS)}")
     if problems:
-        raise ValueError("decode:" + "".join(f"\n  - {p}" for p in problems))
+        raise ValueError(listed("decode", problems, see_help("decode")))
 
 
 @dataclass(frozen=True)

@@ -90,7 +90,8 @@ def load(
     context = needed if o.context is None else o.context
     if context > config.max_position_embeddings:
         raise ConfigError(
-            f"context {context}: the model's limit is {config.max_position_embeddings} tokens"
+            f"context {context}: the model's limit is {config.max_position_embeddings} tokens, "
+            "expected no more; ask for less (--osl, --isl, --context, or a shorter trace)"
         )
     run = RunConfig(
         slots=batch, pages=1, page_size=o.page_size, kv_dtype=o.kv_dtype, experts=o.experts,

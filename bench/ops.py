@@ -27,7 +27,9 @@ from bench.machine import command_line, describe_machine
 from bench.ops_cases import cases
 from bench.ops_options import OpsOptions
 from bench.ops_problem import L2_BYTES, L2_TIMES, Problem, f64
+from bench.options import see_help
 from bench.result import SCHEMA, figure, is_noisy, write
+from jax_impl.problems import listed
 
 REL_L2 = 4e-3
 Times = Callable[[Problem, int], tuple[dict[str, list[float]], int]]
@@ -184,7 +186,9 @@ def chosen(match: Sequence[str]) -> dict[str, Callable[[], Problem]]:
     """
     found = {k: v for k, v in cases().items() if not match or any(m in k for m in match)}
     if not found:
-        raise ValueError(f"ops: no case holds any of {list(match)}; --list prints all names")
+        raise ValueError(
+            f"ops: found no case for {list(match)}, expected parts of case names; --list prints all"
+        )
     return found
 
 
@@ -196,10 +200,20 @@ def run_ops(
     Raises:
         ValueError: no GPU, or no case matches.
     """
+    problems = [
+        f"--{name} {getattr(o, name)}: expected at least 1"
+        for name in ("repeats", "replays")
+        if getattr(o, name) < 1
+    ]
+    if problems:
+        raise ValueError(listed("ops", problems, see_help("ops")))
     found = chosen(o.match)
     platform = jax.devices()[0].platform
     if platform != "gpu":
-        raise ValueError(f"ops: kernels need an NVIDIA GPU; found {platform}")
+        raise ValueError(
+            f"ops: found {platform}, expected an NVIDIA GPU, which kernels need; run it there "
+            "(parity/test_kernels_*.py interprets the same kernels on a CPU)"
+        )
     machine = describe_machine()
     figures: dict[str, Any] = {}
     comparisons: list[dict[str, Any]] = []

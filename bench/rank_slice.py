@@ -100,12 +100,16 @@ def prepare(o: SliceOptions) -> Setting:
     config = load_config(o.preset)
     if o.context > config.max_position_embeddings:
         raise ConfigError(
-            f"--context {o.context}: expected at most {config.max_position_embeddings}, the model's"
+            f"--context {o.context}: expected at most {config.max_position_embeddings}, the "
+            "model's; ask for less"
         )
     configs = [slice_model.with_moe_layers(config, n) for n in o.layers]
     by_depth = {c.num_moe_layers: c for c in sorted(configs, key=lambda c: c.num_moe_layers)}
     if len(by_depth) != len(configs):
-        raise ConfigError(f"--layers {o.layers}: two of them are equally deep")
+        raise ConfigError(
+            f"--layers {o.layers}: two of them are equally deep, expected different depths; "
+            "change one"
+        )
     found = slice_model.cases(o.rows, o.drafts)
     most = max(c.batch for c in found)
     run = RunConfig(

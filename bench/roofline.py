@@ -14,13 +14,14 @@ from typing import Any, Literal
 
 from bench.devices import DEVICES, Device
 from bench.floor import KINDS, Work, kind_of, layer_bytes, mean_distinct, step_bytes
-from bench.options import Numbers
+from bench.options import Numbers, see_help
 from bench.projection import project, projection_rows
 from bench.published import PUBLISHED, tokens_per_second
 from bench.result import SCHEMA, figure
 from jax_impl.config import ConfigError, ModelConfig
 from jax_impl.memory import MemorySettings
-from jax_impl.weights import indivisible, weight_table
+from jax_impl.problems import listed
+from jax_impl.weights import choose_ranks, indivisible, weight_table
 
 RELEASED = Path(__file__).parents[1] / "parity" / "golden" / "k3_config.json"
 MOE_PERIOD = ("kda", "kda", "kda", "mla")  # of the layers that repeat
@@ -157,7 +158,10 @@ def _check(config: ModelConfig, o: RooflineOptions) -> None:
             f"--acceptance-length {length}: expected 1 to drafts + 1 = {o.drafts + 1}, with drafts"
         )
     if problems:
-        raise ConfigError("roofline:" + "".join(f"\n  - {p}" for p in problems))
+        do = see_help("roofline")
+        if any("divide" in p for p in problems):
+            do += "\n" + choose_ranks(config, weight_table(config), o.experts)
+        raise ConfigError(listed("roofline", problems, do))
 
 
 def tables(result: dict[str, Any]) -> list[tuple[str, list[str], list[Sequence[str]]]]:

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from jax_impl.output import require_writable
 from jax_impl.processes import ONE_PROCESS, ProcessOptions, is_first, launch
 
 Positional = tyro.conf.Positional
@@ -30,6 +31,7 @@ def check(checkpoint: Positional[Path], *, checksums: bool = False, json: str | 
         checksums: also read all data of a prepared checkpoint and compare its checksums.
         json: write the result to this file ('-' for standard output).
     """
+    require_writable("--json", json)
     from jax_impl.checkpoint import is_draft
 
     if is_draft(checkpoint):
@@ -102,48 +104,12 @@ def memory(
         options: what to estimate for.
         json: write the result to this file ('-' for standard output).
     """
-    from jax_impl import memory as estimates
-    from jax_impl.config import ModelConfig
+    from jax_impl.memory_command import run_memory
 
-    config = ModelConfig.load(checkpoint)
-    settings = estimates.MemorySettings(
-        ranks=options.tp,
-        batch=options.batch,
-        context=options.context,
-        tokens=1 + options.drafts,
-        kv_dtype=options.kv_dtype,
-        router=options.router,
-        experts=options.experts,
-        commit=options.commit,
-        dcp=options.dcp,
-    )
-    result: dict[str, Any] = {}
-    if options.draft is not None or options.drafts:
-        from jax_impl.draft_memory import commit_forms, with_draft
-
-        settings = with_draft(config, settings, options.draft)
-        result["commit_forms"] = commit_forms(config, settings)
-    if options.device_gb is None:
-        found = estimates.estimate(config, settings)
-    else:
-        device = int(options.device_gb * 1e9)
-        found = estimates.require_fit(config, settings, device)
-        result["largest_batch"] = estimates.largest_batch(config, settings, device)
-        result["largest_context"] = estimates.largest_context(config, settings, device)
-    rows = [(what, f"{size / 1e9:12,.3f}", f"{size:,}", why) for what, size, why in found.rows()]
-    size, tensors = estimates.checkpoint_size(config)
-    result |= {"text_bytes": size, "text_tensors": tensors}
-    result["per_rank_bytes"] = {what: size for what, size, _ in found.rows()}
-    for form, sizes in result.get("commit_forms", {}).items():
-        for what, size in sizes.items():
-            how = f"{what.replace('_', ' ')} of one step, all KDA layers"
-            rows.append((f"commit by {form}", f"{size / 1e9:12,.3f}", f"{size:,}", how))
-    _emit(
-        result,
-        json,
-        title=f"one of {options.tp} rank(s)",
-        table=(["what", "GB (1e9)", "bytes", "how"], rows),
-    )
+    require_writable("--json", json)
+    result, rows = run_memory(checkpoint, options)
+    title = f"one of {options.tp} rank(s)"
+    _emit(result, json, title=title, table=(["what", "GB (1e9)", "bytes", "how"], rows))
     return 0
 
 
@@ -217,6 +183,7 @@ def generate(
         processes: which processes run it together.
         json: write the result to this file ('-' for standard output).
     """
+    require_writable("--json", json)
 
     def work() -> int:
         from jax_impl.generate import run_generate
@@ -242,6 +209,7 @@ def convert(checkpoint: Positional[Path], out: Positional[Path], *, json: str | 
         out: where to write: absent, empty, or an unfinished conversion of the same checkpoint.
         json: write the result to this file ('-' for standard output).
     """
+    require_writable("--json", json)
     if "jax" not in sys.modules:
         # orbax starts JAX, which would claim an accelerator's memory for nothing
         os.environ["JAX_PLATFORMS"] = "cpu"
@@ -268,6 +236,7 @@ def make_tiny(
         seed: every value is a function of (seed, tensor name).
         json: write the result to this file ('-' for standard output).
     """
+    require_writable("--json", json)
     from jax_impl.make_tiny import make_checkpoint
 
     made = make_checkpoint(directory, preset, seed)

@@ -127,6 +127,7 @@ def run_convert(path: Path, out: Path) -> dict[str, Any]:
     checkpoint = open_draft(path) if is_draft(path) else Checkpoint.open(path)
     items = plan_items(checkpoint.config, checkpoint.table)
     total = sum(a.stored.nbytes for arrays in items.values() for a in arrays)
+    _refuse_other(checkpoint, Path(out).absolute(), _state(checkpoint))  # before a bar is shown
     try:
         with _shown("converting", total) as progress:
             return convert(checkpoint, out, progress)
@@ -164,7 +165,8 @@ def _state(checkpoint: Checkpoint) -> dict[str, Any]:
     """What identifies the conversion: its source, and what was sampled of it."""
     if checkpoint.prepared:
         raise CheckpointError(
-            f"{checkpoint.path}: is a prepared checkpoint; expected a released one to convert"
+            f"{checkpoint.path}: is a prepared checkpoint; expected a released one to convert. "
+            "Use it as it is, or give the directory it was converted from."
         )
     config = sha256((checkpoint.path / CONFIG).read_bytes())
     return {
@@ -225,8 +227,14 @@ def _refuse_other(checkpoint: Checkpoint, out: Path, state: dict[str, Any]) -> N
 def _locked(out: Path) -> Iterator[None]:
     """Make the directory and keep other conversions out of it."""
     made = not out.exists()
-    out.mkdir(parents=True, exist_ok=True)
-    handle = os.open(out, os.O_RDONLY)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        handle = os.open(out, os.O_RDONLY)
+    except OSError as error:
+        raise CheckpointError(
+            f"{out}: found a place where nothing can be written ({error.strerror}), expected room "
+            "for a directory. Choose another place."
+        ) from None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield

@@ -21,6 +21,7 @@ from jax_impl.engine import LIMIT, STOP, Engine, describe_device
 from jax_impl.ids import parse_ids
 from jax_impl.loader import load_weights, placed_bytes
 from jax_impl.params import Weights
+from jax_impl.problems import listed, problems_of
 from jax_impl.processes import COMPILING, is_first, report
 from jax_impl.sharding import Placement, place_ranks, require_ranks
 
@@ -35,7 +36,7 @@ def run_generate(path: Path, prompt: str, options: GenerateOptions) -> dict[str,
         ConfigError, CheckpointError, ValueError: input that cannot be run; before anything is
             loaded where that can be told.
     """
-    checkpoint, ids = Checkpoint.open(path), parse_ids(prompt)
+    checkpoint, ids = Checkpoint.open(path), _ids(prompt)
     run = _settings(checkpoint.config, ids, options)
     require_ranks(checkpoint.config, run, options.tp)
     backend = choose_backend(run, checkpoint.config, options.tp)
@@ -66,31 +67,53 @@ def run_generate(path: Path, prompt: str, options: GenerateOptions) -> dict[str,
     return {"prompt_ids": ids} | found | {"conditions": conditions | found.get("conditions", {})}
 
 
+def _ids(prompt: str) -> list[int]:
+    try:
+        return parse_ids(prompt)
+    except ValueError as error:
+        raise ValueError(f"--prompt-ids: {error}") from None
+
+
 def _settings(config: ModelConfig, ids: list[int], options: GenerateOptions) -> RunConfig:
     """Run settings with just enough pages; refuses what the model cannot do, all at once."""
     # a last verification may write a whole block behind the tokens that are kept
     spare = 0 if options.draft is None else options.drafts + 1
     length = len(ids) + options.steps + spare
     outside = [i for i in ids if i >= config.vocab_size]
-    problems = []
-    if options.steps < 1 or options.chunk < 1:
-        problems.append(f"steps {options.steps}, chunk {options.chunk}: expected at least 1")
+    problems = [
+        f"--{name} {getattr(options, name)}: expected at least 1"
+        for name in ("steps", "chunk")
+        if getattr(options, name) < 1
+    ]
     if length > config.max_position_embeddings:
         problems.append(
             f"{len(ids)} prompt tokens and {options.steps} steps: {length} tokens (drafts "
             f"included), but the model limit is {config.max_position_embeddings}; ask for fewer"
         )
     if outside:
-        problems.append(f"prompt ids outside 0..{config.vocab_size - 1}: {outside[:5]}")
+        problems.append(
+            f"--prompt-ids: {outside[:5]} outside 0..{config.vocab_size - 1}; expected ids of this "
+            "model's tokenizer"
+        )
     if not 0.0 <= options.temperature < float("inf"):
-        problems.append(f"temperature {options.temperature}: expected 0 (greedy) or above")
+        problems.append(f"--temperature {options.temperature}: expected 0 (greedy) or above")
     if not 0 <= options.seed < 2**32:
-        problems.append(f"seed {options.seed}: expected 0..{2**32 - 1}")
+        problems.append(f"--seed {options.seed}: expected 0..{2**32 - 1}")
     if options.draft is None:
         problems += _speculation_without_draft(options)
-    if problems:
-        raise ConfigError("not started:" + "".join(f"\n  - {p}" for p in problems))
-    run = RunConfig(
+    run = None
+    try:
+        run = _run_config(options)
+    except ConfigError as error:
+        problems += problems_of(error)
+    if problems or run is None:
+        do = "Change these; `k3 generate --help` has all options."
+        raise ConfigError(listed("not started", problems, do))
+    return replace(run, pages=run.pages_for(length))
+
+
+def _run_config(options: GenerateOptions) -> RunConfig:
+    return RunConfig(
         profile=options.profile,
         compute=options.compute,
         kv_dtype=options.kv_dtype,
@@ -103,14 +126,14 @@ def _settings(config: ModelConfig, ids: list[int], options: GenerateOptions) -> 
         dcp=options.dcp,
         dcp_interleave=options.dcp_interleave,
     )
-    return replace(run, pages=run.pages_for(length))
 
 
 def _speculation_without_draft(options: GenerateOptions) -> list[str]:
     """Options that would be ignored: a plain run must not pass for a speculative one."""
     usual = type(options)()
     return [
-        f"--{name.replace('_', '-')} {getattr(options, name)}: only with --draft"
+        f"--{name.replace('_', '-')} {getattr(options, name)}: only with --draft; expected a "
+        "drafter"
         for name in ("drafts", "accept", "accept_length", "drafting")
         if getattr(options, name) != getattr(usual, name)
     ]

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import tyro
 
-from jax_impl.processes import ONE_PROCESS, ProcessError, ProcessOptions, is_first, launch
+from jax_impl.processes import ONE_PROCESS, ProcessOptions, is_first, launch
 
 
 @dataclass(frozen=True)
@@ -130,7 +130,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     try:
         return launch(command.processes, work) if isinstance(command, Run) else work()
-    except (commands.BadInput, ProcessError) as error:
+    except (ValueError, OSError) as error:  # every error for the user is one of the two
         print(f"error: {error}", file=sys.stderr)
         return 2
 

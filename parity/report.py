@@ -97,23 +97,12 @@ def write_atomically(path: Path, text: str) -> None:
 
 def unwritable(json_path: str | None, report: Path | None) -> list[str]:
     """What keeps `deliver` from writing to these places; found before the work, not after it."""
-    found, files = [], []
-    if json_path is not None and json_path != "-":
-        files.append(("--json", Path(json_path)))
+    from jax_impl.output import unwritable as problems_of
+
+    found = problems_of("--json", json_path)
     if report is not None:
-        files += [("--report", report / "parity.json"), ("--report", report / "index.html")]
-    for option, file in files:
-        parent = next(d for d in file.absolute().parents if d.exists())
-        if file.is_dir():
-            found.append(f"{option}: {file} is a directory, expected the name of a file")
-        elif not parent.is_dir():
-            found.append(f"{option}: {parent} is a file, expected a directory")
-        else:
-            try:
-                with tempfile.TemporaryFile(dir=parent):
-                    pass
-            except OSError as error:
-                found.append(f"{option}: cannot write in {parent}: {error.strerror}")
+        found += problems_of("--report", report / "parity.json")
+        found += problems_of("--report", report / "index.html")
     return list(dict.fromkeys(found))
 
 
