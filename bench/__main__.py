@@ -1,12 +1,14 @@
 """Benchmarks: each figure with its definition, its conditions and the physical limit beside it.
 
-Exit status 0: done and parity passed; 1: a comparison of the run failed; 2: bad input.
+Exit status 0: done and parity passed; 1: a comparison of the run failed; 2: bad input; 130:
+interrupted.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,10 +19,9 @@ from bench.layers_options import LayersOptions
 from bench.ops_options import OpsOptions
 from bench.rank_slice_options import SliceOptions
 from bench.roofline import RELEASED, RooflineOptions
-from jax_impl.output import require_writable
+from jax_impl.output import SHOWN, Out, Output, print_table, run_command, unwritable, write_json
 from jax_impl.processes import ONE_PROCESS, ProcessOptions, is_first, launch
 
-Json = Annotated[str | None, tyro.conf.arg(aliases=["--out"])]
 DEFAULTS = RooflineOptions()
 SLICE = SliceOptions()
 DECODE = DecodeOptions()
@@ -32,9 +33,9 @@ OPS = OpsOptions()
 def roofline(
     config: Path = RELEASED,
     options: Annotated[RooflineOptions, tyro.conf.arg(name="")] = DEFAULTS,
+    output: Out = SHOWN,
     *,
     project: Path | None = None,
-    json: str | None = None,
 ) -> int:
     """Bytes and floor per layer kind and step, for any GPU, ranks, rows and context.
 
@@ -43,30 +44,28 @@ def roofline(
     Args:
         config: config.json, or a directory that holds it; default: the released model.
         options: what for.
+        output: where the result goes.
         project: a measured rank slice; the step on all ranks is projected from it.
-        json: write the result to this file ('-' for standard output).
     """
-    require_writable("--json", json)
+    output.prepare()
     from bench.result import read, require
     from bench.roofline import roofline as compute
     from bench.roofline import tables
     from jax_impl.config import ModelConfig
-    from jax_impl.output import print_table, write_json
 
     measured = None if project is None else read(project)
     result = require(compute(ModelConfig.load(config), options, measured))
-    if json != "-":
+    if output.talks:
         for title, columns, rows in tables(result):
             print_table(title, columns, rows)
-    if json is not None:
-        write_json(json, result)
+    if output.json is not None:
+        write_json(output.json, result)
     return 0
 
 
 def rank_slice(
     options: Annotated[SliceOptions, tyro.conf.arg(name="")] = SLICE,
-    *,
-    json: Json = None,
+    output: Out = SHOWN,
 ) -> int:
     """One rank's decode step at the real shapes on one device: COMPUTE ONLY, exchanges looped back.
 
@@ -74,9 +73,9 @@ def rank_slice(
 
     Args:
         options: what to run.
-        json: write the result to this file ('-' for standard output).
+        output: where the result goes.
     """
-    require_writable("--json", json)
+    output.prepare()
     from bench.machine import set_memory_fraction
 
     set_memory_fraction(options.memory_fraction)
@@ -85,13 +84,12 @@ def rank_slice(
 
     result = run_rank_slice(options)
     title = f"one rank of {options.tp}, COMPUTE ONLY (exchanges looped back), {options.backend}"
-    return conclude(result, json, title, rows_to_print(result), headline_names(result))
+    return conclude(result, output, title, rows_to_print(result), headline_names(result))
 
 
 def layers(
     options: Annotated[LayersOptions, tyro.conf.arg(name="")] = LAYERS,
-    *,
-    json: Json = None,
+    output: Out = SHOWN,
 ) -> int:
     """Device activities of one KDA and one MLA layer, from the profiler: COMPUTE ONLY.
 
@@ -99,9 +97,9 @@ def layers(
 
     Args:
         options: what to run.
-        json: write the result to this file ('-' for standard output).
+        output: where the result goes.
     """
-    require_writable("--json", json)
+    output.prepare()
     from bench.machine import set_memory_fraction
 
     set_memory_fraction(options.memory_fraction)
@@ -112,13 +110,12 @@ def layers(
     title = f"one layer, one rank of {options.tp}, COMPUTE ONLY, {options.backends}"
     columns = ["", "us", "MB", "GB/s", "floor share"]
     names = [n for n in result["figures"] if n.endswith(".layer.busy_us")]
-    return conclude(result, json, title, rows_to_print(result), names, columns)
+    return conclude(result, output, title, rows_to_print(result), names, columns)
 
 
 def ops(
     options: Annotated[OpsOptions, tyro.conf.arg(name="")] = OPS,
-    *,
-    json: Json = None,
+    output: Out = SHOWN,
 ) -> int:
     """Device time and error of every kernel over its cases, L2 cold, with the floor.
 
@@ -126,25 +123,25 @@ def ops(
 
     Args:
         options: what to run.
-        json: write the result to this file after every case ('-' for standard output).
+        output: where the result goes; to a file after every case.
     """
-    require_writable("--json", json)
+    output.prepare()
     from bench.ops import chosen, run_ops
     from bench.rank_slice_report import rows_to_print
 
     if options.list:
-        print("\n".join(chosen(options.match)))
+        names = list(chosen(options.match))
+        output.deliver({"cases": names}, "cases", ("",), [(name,) for name in names])
         return 0
-    result = run_ops(options, json)
+    result = run_ops(options, output.json)
     names = [n for n in result["figures"] if n.endswith(".kernel_us")]
-    return conclude(result, json, "kernels", rows_to_print(result), names)
+    return conclude(result, output, "kernels", rows_to_print(result), names)
 
 
 def decode(
     options: Annotated[DecodeOptions, tyro.conf.arg(name="")] = DECODE,
     processes: Annotated[ProcessOptions, tyro.conf.arg(name="")] = ONE_PROCESS,
-    *,
-    json: Json = None,
+    output: Out = SHOWN,
 ) -> int:
     """Decode steps through the engine: step time, rates and latencies, decode apart from prefill.
 
@@ -153,9 +150,9 @@ def decode(
     Args:
         options: what to run.
         processes: which processes run it together.
-        json: write the result to this file ('-' for standard output).
+        output: where the result goes.
     """
-    require_writable("--json", json)
+    output.prepare()
     from bench.machine import set_memory_fraction
 
     set_memory_fraction(options.memory_fraction)
@@ -165,7 +162,7 @@ def decode(
 
         result = run_decode(options)
         title = f"decode, {','.join(options.backends)}"
-        return conclude_served(result, json, title, headline_names(result))
+        return conclude_served(result, output, title, headline_names(result))
 
     return launch(processes, work)
 
@@ -173,8 +170,7 @@ def decode(
 def agentic(
     options: Annotated[AgenticOptions, tyro.conf.arg(name="")] = AGENTIC,
     processes: Annotated[ProcessOptions, tyro.conf.arg(name="")] = ONE_PROCESS,
-    *,
-    json: Json = None,
+    output: Out = SHOWN,
 ) -> int:
     """Multi-turn traffic with growing context and pauses: what each user sees.
 
@@ -183,9 +179,9 @@ def agentic(
     Args:
         options: what to run.
         processes: which processes run it together.
-        json: write the result to this file ('-' for standard output).
+        output: where the result goes.
     """
-    require_writable("--json", json)
+    output.prepare()
     from bench.machine import set_memory_fraction
 
     set_memory_fraction(options.memory_fraction)
@@ -196,19 +192,19 @@ def agentic(
         result = run_agentic(options)
         names = ["user_tokens_s.p90", "ttft_ms.p90", "output_tokens_s"]
         title = f"traffic of {options.users} user(s), {options.backend}"
-        return conclude_served(result, json, title, names)
+        return conclude_served(result, output, title, names)
 
     return launch(processes, work)
 
 
-def conclude_served(result: dict[str, Any], json: str | None, title: str, names: list[str]) -> int:
+def conclude_served(result: dict[str, Any], output: Output, title: str, names: list[str]) -> int:
     """`conclude`, and what the figures mean; in the first process only."""
     from bench.rank_slice_report import rows_to_print
 
     if not is_first():
         return 0
-    status = conclude(result, json, title, rows_to_print(result), names)
-    if json != "-":
+    status = conclude(result, output, title, rows_to_print(result), names)
+    if output.talks:
         for name, text in result["conditions"]["definitions"].items():
             print(f"  {name}: {text}")
     return status
@@ -216,26 +212,27 @@ def conclude_served(result: dict[str, Any], json: str | None, title: str, names:
 
 def conclude(
     result: dict[str, Any],
-    json: str | None,
+    output: Output,
     title: str,
     rows: Sequence[Sequence[str]],
     names: Sequence[str],
     columns: Sequence[str] = ("figure", "median", "samples", ""),
 ) -> int:
     """Write and print a measured result; the exit status."""
-    from bench.result import headline, write
-    from jax_impl.output import print_table
+    from bench.result import headline, require
 
-    if json is not None:
-        write(json, result)
-    if json != "-":
-        print_table(title, columns, rows)
+    output.deliver(require(result), title, columns, rows)
+    if output.talks:
         print("\n".join(headline(result, names)))
     return 1 if result["parity"]["verdict"] == "failed" else 0
 
 
 def compare(
-    a: tyro.conf.Positional[Path], b: tyro.conf.Positional[Path], *, match: str = ""
+    a: tyro.conf.Positional[Path],
+    b: tyro.conf.Positional[Path],
+    output: Out = SHOWN,
+    *,
+    match: str = "",
 ) -> int:
     """Two results side by side: figures, B over A, and what differs in their conditions.
 
@@ -244,26 +241,39 @@ def compare(
     Args:
         a: a result.
         b: another.
+        output: where the comparison goes.
         match: only figures whose names hold this.
     """
     from bench.compare import compare as rows_of
     from bench.compare import differing, verdicts
     from bench.result import read_all
-    from jax_impl.output import print_table
 
+    output.prepare()
     first, second = read_all([a, b])
     changed = list(differing(first["conditions"], second["conditions"]))
-    print_table("conditions that differ", ["", str(a), str(b)], changed)
     rows = rows_of(first, second, match)
-    print_table("figures of both", ["", str(a), str(b), "B over A", ""], rows)
-    print(verdicts(first, second))
+    names, parity = (str(a), str(b)), verdicts(first, second)
+    columns = ("name", "a", "b", "b_over_a", "remark")
+    result = {
+        "a": names[0],
+        "b": names[1],
+        "conditions_that_differ": [dict(zip(columns[:3], row, strict=True)) for row in changed],
+        "figures": [dict(zip(columns, row, strict=True)) for row in rows],
+        "parity": parity,
+    }
+    if output.talks:
+        print_table("conditions that differ", ("", *names), changed)
+    output.deliver(result, "figures of both", ("", *names, "B over A", ""), rows)
+    if output.talks:
+        print(parity)
     return 0
 
 
 def plot(
     results: tyro.conf.Positional[tuple[Path, ...]],
+    output: Out = SHOWN,
     *,
-    report: Annotated[Path, tyro.conf.arg(aliases=["--out"])],
+    report: Path,
 ) -> int:
     """Pictures (PNG) of results and a page (HTML) with their conditions.
 
@@ -271,18 +281,19 @@ def plot(
 
     Args:
         results: result files.
+        output: where the names of the files go.
         report: folder for index.html and the pictures.
     """
     from bench.plots import Named
     from bench.plots import plot as draw
     from bench.result import read_all
 
-    require_writable("--report", report / "index.html")
+    output.prepare(*unwritable("--report", report / "index.html"))
     if not results:
         raise ValueError("plot: found no result files, expected at least one; give their names")
     named = [Named(p.stem, r) for p, r in zip(results, read_all(results), strict=True)]
-    for name in draw(named, report):
-        print(report / name)
+    made = [str(report / name) for name in draw(named, report)]
+    output.deliver({"files": made}, "written", ("",), [(name,) for name in made])
     return 0
 
 
@@ -300,13 +311,11 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command; returns the exit status."""
-    try:
-        return tyro.extras.subcommand_cli_from_dict(
-            COMMANDS, prog="python -m bench", description=__doc__, args=argv
-        )
-    except (ValueError, OSError) as error:
-        print(f"bench: {error}", file=sys.stderr)
-        return 2
+    parse = partial(
+        tyro.extras.subcommand_cli_from_dict,
+        COMMANDS, prog="python -m bench", description=__doc__, args=argv,
+    )  # fmt: skip
+    return run_command("bench", parse)
 
 
 if __name__ == "__main__":

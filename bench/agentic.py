@@ -25,6 +25,7 @@ from bench.traffic import Turn, TurnServed, longest, read_trace, replay
 from jax_impl.engine import BATCH_BUCKETS, bucket
 from jax_impl.problems import listed
 from jax_impl.processes import COMPILING, report
+from jax_impl.progress import activity, count_bar
 
 DEFINITIONS = {
     "user_tokens_s": "interactivity. Per user: tokens behind the first of all turns, over the time "
@@ -96,31 +97,41 @@ def require_agentic(o: AgenticOptions, sessions: Sequence[Sequence[Turn]]) -> in
     return needed
 
 
+def _measure(
+    engine: Any, o: AgenticOptions, sessions: list[list[Turn]], vocabulary: int
+) -> list[list[TurnServed]]:
+    """The turns of every run."""
+    runs = []
+    with count_bar("measuring", o.runs) as progress:
+        for run in range(o.runs):
+            rng = np.random.default_rng([o.seed, run])
+
+            def content(number: int, rng: Any = rng) -> list[int]:
+                return rng.integers(0, vocabulary, number).tolist()
+
+            runs.append(replay(engine, sessions, o.users, content, clock=time.perf_counter))
+            progress(len(runs))
+    return runs
+
+
 def run_agentic(o: AgenticOptions, argv: Sequence[str] | None = None) -> dict[str, Any]:
     """Run the benchmark; the result document.
 
     Raises:
         ValueError: options, trace, sizes or backend that cannot run; says why.
     """
-    sessions = [
-        [Turn(t.new, t.output, t.pause_s / o.speed) for t in turns] for turns in read_trace(o.trace)
-    ]
-    needed = require_agentic(o, sessions)
+    recorded = read_trace(o.trace)
+    needed = require_agentic(o, recorded)
+    sessions = [[Turn(t.new, t.output, t.pause_s / o.speed) for t in turns] for turns in recorded]
     report(None, "weights", allow=COMPILING)
     loaded = load(o, o.users, o.chunk, needed, (o.backend,))
     engine, vocabulary = loaded.engine(o.backend), loaded.config.vocab_size
     machine = describe_machine()
     report(0, "warm-up (compiles first)", allow=COMPILING)
-    for batch in [b for b in BATCH_BUCKETS if b <= bucket(o.users)]:
-        serve_group(engine, [[1]] * min(batch, o.users), 4 + 2 * o.drafts)
-    runs = []
-    for run in range(o.runs):
-        rng = np.random.default_rng([o.seed, run])
-
-        def content(number: int, rng: Any = rng) -> list[int]:
-            return rng.integers(0, vocabulary, number).tolist()
-
-        runs.append(replay(engine, sessions, o.users, content, clock=time.perf_counter))
+    with activity("compiling, warm-up"):
+        for batch in [b for b in BATCH_BUCKETS if b <= bucket(o.users)]:
+            serve_group(engine, [[1]] * min(batch, o.users), 4 + 2 * o.drafts)
+    runs = _measure(engine, o, sessions, vocabulary)
     figures = turn_figures(runs)
     apart = check(loaded, engine, o.users)
     return {

@@ -18,9 +18,11 @@ from jax_impl.draft_config import DraftConfig
 from jax_impl.draft_memory import RELEASED as RELEASED_DRAFT
 from jax_impl.draft_weights import DraftWeights, open_draft
 from jax_impl.engine import Engine
-from jax_impl.loader import free_device_bytes, load_draft, load_weights
+from jax_impl.generate import load_with_progress
+from jax_impl.loader import free_device_bytes, load_draft
 from jax_impl.memory import require_room
 from jax_impl.params import Weights
+from jax_impl.progress import activity
 from jax_impl.sharding import Placement, place_ranks, require_ranks
 from jax_impl.speculative_engine import SpeculativeEngine
 from jax_impl.tiny_presets import PRESETS, draft_config, text_config
@@ -140,13 +142,14 @@ def _weights(
     placement: Placement,
 ) -> Weights:
     if checkpoint is not None:
-        return load_weights(checkpoint, run=run, placement=placement)
+        return load_with_progress(checkpoint, run, placement)
     free = free_device_bytes()
     if free is not None:
         # emulated devices of one process share the host's memory
         sharing = len(placement.here) if jax.local_devices()[0].platform == "cpu" else 1
         require_room(config, free // sharing, run, o.tp, o.experts)
-    return random_weights(config, placement, o.seed, run)
+    with activity("random weights"):
+        return random_weights(config, placement, o.seed, run)
 
 
 def _draft_weights(

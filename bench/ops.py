@@ -14,7 +14,6 @@ path's and 1e-6 (f32 results differ in the order of summation only).
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +28,7 @@ from bench.ops_options import OpsOptions
 from bench.ops_problem import L2_BYTES, L2_TIMES, Problem, f64
 from bench.options import see_help
 from bench.result import SCHEMA, figure, is_noisy, write
+from jax_impl import progress
 from jax_impl.problems import listed
 
 REL_L2 = 4e-3
@@ -124,12 +124,10 @@ def run_case(
     }
     figures = case_figures(name, problem, kernels, calls)
     shown = {n: figures[f"{name}.{n}"]["value"] for n in ("kernel_us", "other_us", "floor_us")}
-    print(
+    progress.note(
         f"{name:32s} {shown['kernel_us']:8.2f} us  floor {shown['floor_us']:7.2f}"
         f"  {figures[f'{name}.gb_s']['value']:6.0f} GB/s  other {shown['other_us']:6.2f}"
-        f"  err {worst:.2e} (standard {before['standard']:.2e})  {'ok' if passed else 'FAILED'}",
-        file=sys.stderr,
-        flush=True,
+        f"  err {worst:.2e} (standard {before['standard']:.2e})  {'ok' if passed else 'FAILED'}"
     )
     return figures, parity
 
@@ -218,7 +216,8 @@ def run_ops(
     figures: dict[str, Any] = {}
     comparisons: list[dict[str, Any]] = []
     result: dict[str, Any] = {}
-    for name, build in found.items():
+    for done, (name, build) in enumerate(found.items(), start=1):
+        progress.note(f"ops: {done} of {len(found)}, {name}")
         more, parity = run_case(name, build(), o)
         figures |= more
         comparisons.append(parity)

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import tyro
 
 from bench.devices import DEVICES, Device
 from bench.floor import KINDS, Work, kind_of, layer_bytes, mean_distinct, step_bytes
@@ -25,6 +27,9 @@ from jax_impl.weights import choose_ranks, indivisible, weight_table
 
 RELEASED = Path(__file__).parents[1] / "parity" / "golden" / "k3_config.json"
 MOE_PERIOD = ("kda", "kda", "kda", "mla")  # of the layers that repeat
+
+
+Length = Annotated[float | None, tyro.conf.arg(name="accept-length")]
 
 
 @dataclass(frozen=True)
@@ -53,7 +58,7 @@ class RooflineOptions:
     experts: Literal["tp", "ep"] = "tp"
     dcp: int = 1
     distinct: float | None = None
-    acceptance_length: float | None = None
+    acceptance_length: Length = None
 
 
 def roofline(
@@ -155,7 +160,7 @@ def _check(config: ModelConfig, o: RooflineOptions) -> None:
     length = o.acceptance_length
     if length is not None and not (o.drafts and 1 <= length <= o.drafts + 1):
         problems.append(
-            f"--acceptance-length {length}: expected 1 to drafts + 1 = {o.drafts + 1}, with drafts"
+            f"--accept-length {length}: expected 1 to drafts + 1 = {o.drafts + 1}, with drafts"
         )
     if problems:
         do = see_help("roofline")

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
-from rich.progress import TransferSpeedColumn as Rate
 
 from jax_impl.backend import Backend, choose_backend
 from jax_impl.checkpoint import Checkpoint
@@ -22,8 +17,9 @@ from jax_impl.ids import parse_ids
 from jax_impl.loader import load_weights, placed_bytes
 from jax_impl.params import Weights
 from jax_impl.problems import listed, problems_of
-from jax_impl.processes import COMPILING, is_first, report
-from jax_impl.sharding import Placement, place_ranks, require_ranks
+from jax_impl.processes import COMPILING, report
+from jax_impl.progress import activity, byte_bar, count_bar
+from jax_impl.sharding import ONE_DEVICE, Placement, place_ranks, require_ranks
 
 if TYPE_CHECKING:
     from jax_impl.cli import GenerateOptions
@@ -199,9 +195,10 @@ def drive(engine: Engine, ids: list[int], options: GenerateOptions) -> Driven:
     sequence, times = engine.sequences[handle], []
     started = time.perf_counter()
     report(0, "prefill (compiles first)", allow=COMPILING)
-    engine.prefill(handle)
+    with activity("compiling, prefill"):
+        engine.prefill(handle)
     first = time.perf_counter() - started
-    with steps_progress(options.steps) as progress:
+    with count_bar("decoding", options.steps) as progress:
         while sequence.failed is None and sequence.finished is None:
             progress(sequence.generated)
             compiles = 0.0 if times else COMPILING
@@ -226,24 +223,16 @@ def not_finite(where: str, done: int) -> ConfigError:
 
 
 def load_with_progress(
-    checkpoint: Checkpoint, run: RunConfig, placement: Placement, more: int = 0
+    checkpoint: Checkpoint,
+    run: RunConfig | None = None,
+    placement: Placement = ONE_DEVICE,
+    more: int = 0,
 ) -> Weights:
     """Load this process's weights, with bytes and rate on standard error."""
-    columns = ("loading", BarColumn(), DownloadColumn(), Rate(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True, quiet=not is_first())) as bar:
-        task = bar.add_task("", total=placed_bytes(checkpoint, placement))
+    with byte_bar("loading", placed_bytes(checkpoint, placement)) as advance:
 
         def placed(size: int) -> None:
-            bar.advance(task, size)
+            advance(size, "")
             report(None, "loading weights")
 
         return load_weights(checkpoint, placed, run, placement, more)
-
-
-@contextmanager
-def steps_progress(total: int) -> Iterator[Callable[[int], None]]:
-    """A bar of generated tokens on standard error."""
-    columns = ("decoding", BarColumn(), "{task.completed}/{task.total}")
-    with Progress(*columns, console=Console(stderr=True, quiet=not is_first())) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda done: bar.update(task, completed=done)

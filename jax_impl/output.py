@@ -6,10 +6,72 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import tyro
+
+from jax_impl.progress import be_quiet
+
+BAD_INPUT, INTERRUPTED = 2, 130  # exit statuses; 0 is success, 1 a result that is bad
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where the result of a command goes.
+
+    Attributes:
+        json: write the result to this file ('-' for standard output, in place of the table).
+        quiet: no table and no progress; errors still come, and what --json asks for.
+    """
+
+    json: str | None = None
+    quiet: bool = False
+
+    @property
+    def talks(self) -> bool:
+        """Whether a table goes to standard output."""
+        return not self.quiet and self.json != "-"
+
+    def prepare(self, *problems: str) -> None:
+        """Begin a command: refuse what cannot be written before the work, set quietness.
+
+        Raises:
+            ValueError: the result cannot be written, or there are other `problems`; says all.
+        """
+        be_quiet(self.quiet)
+        if found := [*unwritable("--json", self.json), *problems]:
+            raise ValueError("\n".join(found))
+
+    def deliver(
+        self, result: Any, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
+    ) -> None:
+        """The table for people, and the result for machines."""
+        if self.talks:
+            print_table(title, columns, rows)
+        if self.json is not None:
+            write_json(self.json, result)
+
+
+SHOWN = Output()
+Out = Annotated[Output, tyro.conf.arg(name="")]  # the type of the option in a command line
+
+
+def run_command(program: str, command: Callable[[], int]) -> int:
+    """Run a command; its exit status, `BAD_INPUT` or `INTERRUPTED`, with one message."""
+    started = time.monotonic()
+    try:
+        return command()
+    except (ValueError, OSError) as error:  # every error for the user is one of the two
+        print(f"{program}: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print(f"{program}: interrupted after {time.monotonic() - started:.0f} s", file=sys.stderr)
+        return INTERRUPTED
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -43,16 +105,6 @@ def unwritable(option: str, target: str | Path | None) -> list[str]:
     except OSError as error:
         found = f"cannot write in {parent}: {error.strerror}"
         return [f"{option}: {found}, expected a place that can be written; {other}"]
-
-
-def require_writable(option: str, target: str | Path | None) -> None:
-    """Refuse a place that a result cannot be written to.
-
-    Raises:
-        ValueError: see `unwritable`.
-    """
-    if problems := unwritable(option, target):
-        raise ValueError("\n".join(problems))
 
 
 def write_json(target: str, result: Any) -> None:

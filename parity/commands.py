@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from jax_impl.processes import report
+from jax_impl.progress import note
 from parity.folders import Folder, FolderError, open_folder, operations, tensor_names
 from parity.verdict import Verdict, Where, not_run
 
@@ -148,8 +148,8 @@ def golden(
         )
     if (ckpt or draft or tp != 1) and not any(folder.kind == "vllm" for folder in folders):
         raise BadInput(
-            "--ckpt, --draft, --tp: found without a record of an engine, expected one among the "
-            "folders; leave them out"
+            "--checkpoint, --draft, --tp: found without a record of an engine, expected one among "
+            "the folders; leave them out"
         )
     found: list[Verdict] = []
     for folder in folders:
@@ -287,8 +287,6 @@ def _progress(name: str, verdicts: Iterable[Verdict]) -> list[Verdict]:
         if stage != last:
             last = stage
             report(None, f"{name}: {stage}")
-            print(
-                f"[{time.monotonic() - start:6.1f} s] {name}: {stage}", file=sys.stderr, flush=True
-            )
-    print(f"[{time.monotonic() - start:6.1f} s] {name}: {len(found)} verdicts", file=sys.stderr)
+            note(f"[{time.monotonic() - start:6.1f} s] {name}: {stage}")
+    note(f"[{time.monotonic() - start:6.1f} s] {name}: {len(found)} verdicts")
     return found

@@ -150,12 +150,12 @@ def _vocabulary(target: Path, *, named: bool) -> int:
     if not named and not target.is_dir():
         raise ServeError(
             f"the server's checkpoint ({target}) is not on this machine; give its directory with "
-            "--ckpt"
+            "--checkpoint"
         )
     try:
         return Checkpoint.open(target).config.vocab_size
     except (CheckpointError, ConfigError) as error:
-        raise ServeError(f"--ckpt: {error}") from None
+        raise ServeError(f"--checkpoint: {error}") from None
 
 
 def _prompts(

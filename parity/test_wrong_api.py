@@ -87,7 +87,7 @@ CASES = {
     ),
     "pages": Case(
         lambda e: (e._free_pages.clear(), _many(e)),
-        EngineError, "need 1 more page(s)", "0 of 3 are free", "raise pages",
+        EngineError, "need 3 more page(s)", "0 of 3 are free", "raise pages",
     ),
     "not prefilled": Case(
         lambda e: e.decode([e.add([5, 6])]), EngineError, "2 unprocessed", "exactly one", "prefill"

@@ -74,7 +74,7 @@ K3 = (
     Wrong("generate tiny/target --prompt-ids no.txt", "'no.txt'", "an existing file", "give the"),
     Wrong("generate tiny/target --prompt-ids nested.json", "[1, [2]]", "flat list", "correct it"),
     Wrong("generate tiny/target --prompt-ids 384", "[384]", "0..383", "model's tokenizer"),
-    Wrong("generate tiny/target --prompt-ids ''", "no token ids", "expected FILE or a list", "give"),
+    Wrong("generate tiny/target --prompt-ids ''", "no token ids", "FILE or a list", "give"),
     Wrong(f"{GEN} --steps 9999", "10000 tokens", "the model limit is 4096", "ask for fewer"),
     Wrong(f"{GEN} --steps 0 --chunk 0 --seed -1 --page-size 0", "page_size: found 0",
           "--seed -1: expected 0..4294967295", HELP),
@@ -111,7 +111,7 @@ PARITY = (
     Wrong("compare tiny/target --json full", "full is a directory", "name of a file", "choose"),
     Wrong("serve --url h:1 --model m --tokens 0", "found 'h:1'", "expected http://", "base"),
     Wrong(f"serve {WRONG}", "127.0.0.1:9", "an OpenAI-compatible server", "start it"),
-    Wrong(f"serve {WRONG} --ckpt nowhere --prompts no --record full --draft other_model",
+    Wrong(f"serve {WRONG} --checkpoint nowhere --prompts no --record full --draft other_model",
           "--prompts: found no file no", "expected an absent or empty directory", "choose another"),
     Wrong("serve --model m", "Missing from", "--url STR", PRINTED),
 )  # fmt: skip
