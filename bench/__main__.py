@@ -19,7 +19,16 @@ from bench.layers_options import LayersOptions
 from bench.ops_options import OpsOptions
 from bench.rank_slice_options import SliceOptions
 from bench.roofline import RELEASED, RooflineOptions
-from jax_impl.output import SHOWN, Out, Output, print_table, run_command, unwritable, write_json
+from jax_impl.output import (
+    SHOWN,
+    Out,
+    Output,
+    called,
+    print_table,
+    run_command,
+    unwritable,
+    write_json,
+)
 from jax_impl.processes import ONE_PROCESS, ProcessOptions, is_first, launch
 
 DEFAULTS = RooflineOptions()
@@ -313,7 +322,7 @@ def main(argv: list[str] | None = None) -> int:
     """Run a command; returns the exit status."""
     parse = partial(
         tyro.extras.subcommand_cli_from_dict,
-        COMMANDS, prog="python -m bench", description=__doc__, args=argv,
+        COMMANDS, prog=called("bench"), description=__doc__, args=argv,
     )  # fmt: skip
     return run_command("bench", parse)
 

@@ -61,6 +61,12 @@ SHOWN = Output()
 Out = Annotated[Output, tyro.conf.arg(name="")]  # the type of the option in a command line
 
 
+def called(module: str) -> str:
+    """How a command line of `module` was called: by its script, or as a module."""
+    script = Path(sys.argv[0]).name
+    return script if script == f"k3-{module}" else f"python -m {module}"
+
+
 def run_command(program: str, command: Callable[[], int]) -> int:
     """Run a command; its exit status, `BAD_INPUT` or `INTERRUPTED`, with one message."""
     started = time.monotonic()

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from jax_impl.output import SHOWN, Out, run_command
+from jax_impl.output import SHOWN, Out, called, run_command
 from jax_impl.processes import ONE_PROCESS, ProcessOptions, is_first, launch
 
 Named = Annotated[Path | None, tyro.conf.arg(name="checkpoint", aliases=["--ckpt"])]
@@ -131,7 +131,7 @@ Command = (
 def main(arguments: list[str] | None = None) -> int:
     """Parses the command line, runs it, returns the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    command = tyro.cli(Command, args=arguments, prog="python -m parity", description=__doc__)  # type: ignore[arg-type]
+    command = tyro.cli(Command, args=arguments, prog=called("parity"), description=__doc__)  # type: ignore[arg-type]
     return run_command("parity", partial(_run, command, arguments))
 
 
