@@ -64,7 +64,7 @@ def measure(
                         engine, prompts_of(o, vocabulary, run + 1, g), o.osl,
                         temperature=o.temperature, seed=o.seed, clock=clock,
                     )
-                    for g in range(o.prompts)
+                    for g in range(o.groups)
                 ]  # fmt: skip
                 found[name].append(groups)
                 progress(sum(map(len, found.values())))
@@ -168,7 +168,7 @@ def conditions_of(
         "acceptance": loaded.acceptance,
         "backend": ",".join(o.backends),
         "excluded": EXCLUDED,
-        "execution": f"{o.runs} runs of {o.prompts} groups of {o.batch} prompt(s); host-timed",
+        "execution": f"{o.runs} runs of {o.groups} groups of {o.batch} prompt(s); host-timed",
         "definitions": DEFINITIONS | ({"replay": REPLAY} if o.replays else {}),
         "plans": {
             name: {f"{p.backend}: {p.reason}": n for p, n in engine.plans.items()}

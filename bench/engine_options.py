@@ -66,7 +66,7 @@ class DecodeOptions(EngineOptions):
         osl: output tokens; the end of text is ignored.
         batch: requests that run together.
         runs: measured runs.
-        prompts: groups of `batch` prompts in a run.
+        groups: of `batch` prompts in a run.
         replays: samples of the device-timed cross-check; 0 leaves it out.
         compare: two backends, run in turns in this process; their ratio is printed.
     """
@@ -75,7 +75,7 @@ class DecodeOptions(EngineOptions):
     osl: int = 1000
     batch: int = 1
     runs: int = 3
-    prompts: int = 4
+    groups: int = 4
     replays: int = 5
     compare: str | None = None
 
@@ -126,7 +126,7 @@ def require_decode(o: DecodeOptions) -> None:
     problems = engine_problems(o, o.needed)
     if not 1 <= o.batch <= 64:
         problems.append(f"--batch {o.batch}: expected 1 to 64, the largest batch")
-    for name, least in (("isl", 1), ("osl", 4 + 2 * o.drafts), ("runs", 1), ("prompts", 1)):
+    for name, least in (("isl", 1), ("osl", 4 + 2 * o.drafts), ("runs", 1), ("groups", 1)):
         if getattr(o, name) < least:
             problems.append(f"--{name} {getattr(o, name)}: expected at least {least}")
     if o.replays < 0:

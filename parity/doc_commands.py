@@ -64,7 +64,7 @@ STAND_INS = (
     (r" --compare auto,latency_specialized", "", KERNELS),
     (r"(bench decode .*)--osl 1000", r"\1--osl 40", "a short run"),
     (r"(bench decode --checkpoint(?!.*--osl).*)", r"\1 --osl 40", "a short run"),
-    (r"(bench decode (?!.*--runs).*)", r"\1 --runs 1 --prompts 1 --replays 1", "a short run"),
+    (r"(bench decode (?!.*--runs).*)", r"\1 --runs 1 --groups 1 --replays 1", "a short run"),
     (r"golden k3-record --checkpoint \S+ --draft \S+ --tp 16", "golden parity/golden/vllm033_tiny",
      RECORD),
     (r"^vllm serve .*", "python -m parity.served tiny/target --draft tiny/draft --port 8000 &",

@@ -86,7 +86,7 @@ def test_an_option_means_the_same_wherever_it_is():
     kinds: dict[str, dict[str, str]] = {}
     for program in PROGRAMS:
         for name, text in commands(program).items():
-            for option, kind in re.findall(r"^\s+(--[a-z-]+) (\S+)", text, re.M):
+            for option, kind in re.findall(r"^\s+(--[a-z-]+) ([A-Z{]\S*)", text, re.M):
                 kind = kind.replace("{None}|", "").strip(",")
                 if not kind.startswith(("{", "--")):
                     kinds.setdefault(option, {})[f"{program} {name}"] = kind
