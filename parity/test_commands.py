@@ -16,6 +16,7 @@ import pytest
 from jax_impl import cli
 from jax_impl.checkpoint import Checkpoint, CheckpointError
 from jax_impl.make_tiny import make_checkpoint
+from jax_impl.output import BAD_INPUT, INTERRUPTED
 from jax_impl.prepared import MARKER, changed_arrays, parse_entries
 from parity import __main__ as parity_command
 
@@ -173,6 +174,12 @@ def test_an_interrupt_has_its_own_status(program, tiny, monkeypatch, capsys):
         monkeypatch.setattr("parity.commands.execute", stop)
         assert run(parity_command.main, "golden", tiny) == 130
     assert f"{program}: interrupted after" in capsys.readouterr().err
+
+
+def test_exit_statuses_are_documented():
+    page = (ROOT / "docs" / "commands.md").read_text()
+    statuses = re.findall(r"^\| (\d+) \|", page, re.M)
+    assert statuses == ["0", "1", str(BAD_INPUT), "3", str(INTERRUPTED)]
 
 
 # ---- Ctrl-C, for real ----
