@@ -54,7 +54,6 @@ STAND_INS = (
     (r"--perfetto DIR", "--perfetto build/trace", "a name"),
     (r"(?<!\S)OUT(?!\S)|/fast/kimi-k3", "build/prepared", "a name"),
     (r"compare A B", "compare auto.json specialized.json", "names"),
-    (r"bench COMMAND", "bench roofline --rows 1", "a name"),
     (r"bench/results/FILE\.json", "passed.json",
      "no committed slice has passed parity: one whose verdict is changed"),
     (r"rank-slice (?!--preset)(--backend \S+|.*?)(?= --json|$)", f"rank-slice {SLICE}", SMALL),
