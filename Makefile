@@ -1,4 +1,4 @@
-# Targets: venv demo test test-all lint docs notebooks venv312 test312 venv-vllm test-vllm clean. `make` alone prints them.
+# Targets: venv demo test test-all lint docs links notebooks venv312 test312 venv-vllm test-vllm clean. `make` alone prints them.
 #
 # PYTHON       the interpreter of .venv, 3.11 or newer
 # TORCH_INDEX  an index with CPU builds of torch, where the default one has only CUDA builds:
@@ -24,7 +24,7 @@ JAX_ONLY_TESTS ?= $(addprefix bench/test_,roofline.py result.py timing.py decode
   test_kernels_topk.py test_kernels_vocab.py test_kernels_mla.py test_specialized_trace.py \
   test_binding.py test_plan.py test_notebooks.py)
 
-.PHONY: help venv demo test test-all lint docs notebooks venv312 test312 venv-vllm test-vllm clean
+.PHONY: help venv demo test test-all lint docs links notebooks venv312 test312 venv-vllm test-vllm clean
 .DELETE_ON_ERROR:
 
 help:
@@ -34,6 +34,7 @@ help:
 	@echo "test-all  the same and the slow ones"
 	@echo "lint      ruff and pyright"
 	@echo "docs      the documentation, to docs/_build; warnings are errors"
+	@echo "links     whether links of the documentation to other sites still lead somewhere (network)"
 	@echo "notebooks executed notebooks, to build/notebooks; write_a_kernel needs JAX >= 0.11.2"
 	@echo "test312   the JAX-only tests with the newest JAX, where a Python >= 3.12 is found"
 	@echo "test-vllm names and objects of vLLM 0.33.0, in an environment of its own (9 GB, no GPU needed)"
@@ -74,6 +75,9 @@ lint: venv
 docs: $(VENV)/.stamp-docs
 	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build
 	@echo "docs/_build/index.html"
+
+links: $(VENV)/.stamp-docs
+	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx -q --keep-going -b linkcheck docs docs/_build/links
 
 $(VENV)/.stamp-docs: $(VENV)/.stamp
 	$(BIN)/python $(PIP_INSTALL) -c constraints/py311.txt -e '.[docs]'

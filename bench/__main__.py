@@ -1,12 +1,14 @@
 """Benchmarks: each figure with its definition, its conditions and the physical limit beside it.
 
-Exit status 0: done and parity passed; 1: a comparison of the run failed; 2: bad input.
+Exit status 0: done and parity passed; 1: a comparison of the run failed; 2: bad input; 130:
+interrupted.
 """
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -17,6 +19,16 @@ from bench.layers_options import LayersOptions
 from bench.ops_options import OpsOptions
 from bench.rank_slice_options import SliceOptions
 from bench.roofline import RELEASED, RooflineOptions
+from jax_impl.output import (
+    SHOWN,
+    Out,
+    Output,
+    called,
+    print_table,
+    run_command,
+    unwritable,
+    write_json,
+)
 from jax_impl.processes import ONE_PROCESS, ProcessOptions, is_first, launch
 
 DEFAULTS = RooflineOptions()
@@ -30,9 +42,9 @@ OPS = OpsOptions()
 def roofline(
     config: Path = RELEASED,
     options: Annotated[RooflineOptions, tyro.conf.arg(name="")] = DEFAULTS,
+    output: Out = SHOWN,
     *,
     project: Path | None = None,
-    json: str | None = None,
 ) -> int:
     """Bytes and floor per layer kind and step, for any GPU, ranks, rows and context.
 
@@ -41,29 +53,28 @@ def roofline(
     Args:
         config: config.json, or a directory that holds it; default: the released model.
         options: what for.
+        output: where the result goes.
         project: a measured rank slice; the step on all ranks is projected from it.
-        json: write the result to this file ('-' for standard output).
     """
+    output.prepare()
     from bench.result import read, require
     from bench.roofline import roofline as compute
     from bench.roofline import tables
     from jax_impl.config import ModelConfig
-    from jax_impl.output import print_table, write_json
 
     measured = None if project is None else read(project)
     result = require(compute(ModelConfig.load(config), options, measured))
-    if json != "-":
+    if output.talks:
         for title, columns, rows in tables(result):
             print_table(title, columns, rows)
-    if json is not None:
-        write_json(json, result)
+    if output.json is not None:
+        write_json(output.json, result)
     return 0
 
 
 def rank_slice(
     options: Annotated[SliceOptions, tyro.conf.arg(name="")] = SLICE,
-    *,
-    out: str | None = None,
+    output: Out = SHOWN,
 ) -> int:
     """One rank's decode step at the real shapes on one device: COMPUTE ONLY, exchanges looped back.
 
@@ -71,8 +82,9 @@ def rank_slice(
 
     Args:
         options: what to run.
-        out: write the result to this file ('-' for standard output).
+        output: where the result goes.
     """
+    output.prepare()
     from bench.machine import set_memory_fraction
 
     set_memory_fraction(options.memory_fraction)
@@ -81,22 +93,22 @@ def rank_slice(
 
     result = run_rank_slice(options)
     title = f"one rank of {options.tp}, COMPUTE ONLY (exchanges looped back), {options.backend}"
-    return conclude(result, out, title, rows_to_print(result), headline_names(result))
+    return conclude(result, output, title, rows_to_print(result), headline_names(result))
 
 
 def layers(
     options: Annotated[LayersOptions, tyro.conf.arg(name="")] = LAYERS,
-    *,
-    out: str | None = None,
+    output: Out = SHOWN,
 ) -> int:
     """Device activities of one KDA and one MLA layer, from the profiler: COMPUTE ONLY.
 
-    Example: python -m bench layers --rows 8 --backends auto,latency_specialized --out layers.json
+    Example: python -m bench layers --rows 8 --backends auto,latency_specialized --json layers.json
 
     Args:
         options: what to run.
-        out: write the result to this file ('-' for standard output).
+        output: where the result goes.
     """
+    output.prepare()
     from bench.machine import set_memory_fraction
 
     set_memory_fraction(options.memory_fraction)
@@ -107,38 +119,38 @@ def layers(
     title = f"one layer, one rank of {options.tp}, COMPUTE ONLY, {options.backends}"
     columns = ["", "us", "MB", "GB/s", "floor share"]
     names = [n for n in result["figures"] if n.endswith(".layer.busy_us")]
-    return conclude(result, out, title, rows_to_print(result), names, columns)
+    return conclude(result, output, title, rows_to_print(result), names, columns)
 
 
 def ops(
     options: Annotated[OpsOptions, tyro.conf.arg(name="")] = OPS,
-    *,
-    out: str | None = None,
+    output: Out = SHOWN,
 ) -> int:
     """Device time and error of every kernel over its cases, L2 cold, with the floor.
 
-    Example: python -m bench ops experts.tp16 attn_res --out ops.json
+    Example: python -m bench ops experts.tp16 attn_res --json ops.json
 
     Args:
         options: what to run.
-        out: write the result to this file after every case ('-' for standard output).
+        output: where the result goes; to a file after every case.
     """
+    output.prepare()
     from bench.ops import chosen, run_ops
     from bench.rank_slice_report import rows_to_print
 
     if options.list:
-        print("\n".join(chosen(options.match)))
+        names = list(chosen(options.match))
+        output.deliver({"cases": names}, "cases", ("",), [(name,) for name in names])
         return 0
-    result = run_ops(options, out)
+    result = run_ops(options, output.json)
     names = [n for n in result["figures"] if n.endswith(".kernel_us")]
-    return conclude(result, out, "kernels", rows_to_print(result), names)
+    return conclude(result, output, "kernels", rows_to_print(result), names)
 
 
 def decode(
     options: Annotated[DecodeOptions, tyro.conf.arg(name="")] = DECODE,
     processes: Annotated[ProcessOptions, tyro.conf.arg(name="")] = ONE_PROCESS,
-    *,
-    out: str | None = None,
+    output: Out = SHOWN,
 ) -> int:
     """Decode steps through the engine: step time, rates and latencies, decode apart from prefill.
 
@@ -147,8 +159,9 @@ def decode(
     Args:
         options: what to run.
         processes: which processes run it together.
-        out: write the result to this file ('-' for standard output).
+        output: where the result goes.
     """
+    output.prepare()
     from bench.machine import set_memory_fraction
 
     set_memory_fraction(options.memory_fraction)
@@ -158,7 +171,7 @@ def decode(
 
         result = run_decode(options)
         title = f"decode, {','.join(options.backends)}"
-        return conclude_served(result, out, title, headline_names(result))
+        return conclude_served(result, output, title, headline_names(result))
 
     return launch(processes, work)
 
@@ -166,8 +179,7 @@ def decode(
 def agentic(
     options: Annotated[AgenticOptions, tyro.conf.arg(name="")] = AGENTIC,
     processes: Annotated[ProcessOptions, tyro.conf.arg(name="")] = ONE_PROCESS,
-    *,
-    out: str | None = None,
+    output: Out = SHOWN,
 ) -> int:
     """Multi-turn traffic with growing context and pauses: what each user sees.
 
@@ -176,8 +188,9 @@ def agentic(
     Args:
         options: what to run.
         processes: which processes run it together.
-        out: write the result to this file ('-' for standard output).
+        output: where the result goes.
     """
+    output.prepare()
     from bench.machine import set_memory_fraction
 
     set_memory_fraction(options.memory_fraction)
@@ -188,19 +201,19 @@ def agentic(
         result = run_agentic(options)
         names = ["user_tokens_s.p90", "ttft_ms.p90", "output_tokens_s"]
         title = f"traffic of {options.users} user(s), {options.backend}"
-        return conclude_served(result, out, title, names)
+        return conclude_served(result, output, title, names)
 
     return launch(processes, work)
 
 
-def conclude_served(result: dict[str, Any], out: str | None, title: str, names: list[str]) -> int:
+def conclude_served(result: dict[str, Any], output: Output, title: str, names: list[str]) -> int:
     """`conclude`, and what the figures mean; in the first process only."""
     from bench.rank_slice_report import rows_to_print
 
     if not is_first():
         return 0
-    status = conclude(result, out, title, rows_to_print(result), names)
-    if out != "-":
+    status = conclude(result, output, title, rows_to_print(result), names)
+    if output.talks:
         for name, text in result["conditions"]["definitions"].items():
             print(f"  {name}: {text}")
     return status
@@ -208,26 +221,27 @@ def conclude_served(result: dict[str, Any], out: str | None, title: str, names: 
 
 def conclude(
     result: dict[str, Any],
-    out: str | None,
+    output: Output,
     title: str,
     rows: Sequence[Sequence[str]],
     names: Sequence[str],
     columns: Sequence[str] = ("figure", "median", "samples", ""),
 ) -> int:
     """Write and print a measured result; the exit status."""
-    from bench.result import headline, write
-    from jax_impl.output import print_table
+    from bench.result import headline, require
 
-    if out is not None:
-        write(out, result)
-    if out != "-":
-        print_table(title, columns, rows)
+    output.deliver(require(result), title, columns, rows)
+    if output.talks:
         print("\n".join(headline(result, names)))
     return 1 if result["parity"]["verdict"] == "failed" else 0
 
 
 def compare(
-    a: tyro.conf.Positional[Path], b: tyro.conf.Positional[Path], *, match: str = ""
+    a: tyro.conf.Positional[Path],
+    b: tyro.conf.Positional[Path],
+    output: Out = SHOWN,
+    *,
+    match: str = "",
 ) -> int:
     """Two results side by side: figures, B over A, and what differs in their conditions.
 
@@ -236,39 +250,59 @@ def compare(
     Args:
         a: a result.
         b: another.
+        output: where the comparison goes.
         match: only figures whose names hold this.
     """
     from bench.compare import compare as rows_of
     from bench.compare import differing, verdicts
-    from bench.result import read
-    from jax_impl.output import print_table
+    from bench.result import read_all
 
-    first, second = read(a), read(b)
+    output.prepare()
+    first, second = read_all([a, b])
     changed = list(differing(first["conditions"], second["conditions"]))
-    print_table("conditions that differ", ["", str(a), str(b)], changed)
     rows = rows_of(first, second, match)
-    print_table("figures of both", ["", str(a), str(b), "B over A", ""], rows)
-    print(verdicts(first, second))
+    names, parity = (str(a), str(b)), verdicts(first, second)
+    columns = ("name", "a", "b", "b_over_a", "remark")
+    result = {
+        "a": names[0],
+        "b": names[1],
+        "conditions_that_differ": [dict(zip(columns[:3], row, strict=True)) for row in changed],
+        "figures": [dict(zip(columns, row, strict=True)) for row in rows],
+        "parity": parity,
+    }
+    if output.talks:
+        print_table("conditions that differ", ("", *names), changed)
+    output.deliver(result, "figures of both", ("", *names, "B over A", ""), rows)
+    if output.talks:
+        print(parity)
     return 0
 
 
-def plot(results: tyro.conf.Positional[tuple[Path, ...]], *, out: Path) -> int:
+def plot(
+    results: tyro.conf.Positional[tuple[Path, ...]],
+    output: Out = SHOWN,
+    *,
+    report: Path,
+) -> int:
     """Pictures (PNG) of results and a page (HTML) with their conditions.
 
-    Example: python -m bench plot bench/results/rank_slice_*.json --out build/plots
+    Example: python -m bench plot bench/results/rank_slice_*.json --report build/plots
 
     Args:
         results: result files.
-        out: folder for the files.
+        output: where the names of the files go.
+        report: folder for index.html and the pictures.
     """
     from bench.plots import Named
     from bench.plots import plot as draw
-    from bench.result import read
+    from bench.result import read_all
 
+    output.prepare(*unwritable("--report", report / "index.html"))
     if not results:
-        raise ValueError("plot: no result files given; expected at least one")
-    for name in draw([Named(path.stem, read(path)) for path in results], out):
-        print(out / name)
+        raise ValueError("plot: found no result files, expected at least one; give their names")
+    named = [Named(p.stem, r) for p, r in zip(results, read_all(results), strict=True)]
+    made = [str(report / name) for name in draw(named, report)]
+    output.deliver({"files": made}, "written", ("",), [(name,) for name in made])
     return 0
 
 
@@ -286,13 +320,11 @@ COMMANDS = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command; returns the exit status."""
-    try:
-        return tyro.extras.subcommand_cli_from_dict(
-            COMMANDS, prog="python -m bench", description=__doc__, args=argv
-        )
-    except (ValueError, OSError) as error:
-        print(f"bench: {error}", file=sys.stderr)
-        return 2
+    parse = partial(
+        tyro.extras.subcommand_cli_from_dict,
+        COMMANDS, prog=called("bench"), description=__doc__, args=argv,
+    )  # fmt: skip
+    return run_command("bench", parse)
 
 
 if __name__ == "__main__":

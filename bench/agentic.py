@@ -18,11 +18,14 @@ from bench.decode_metrics import percentile
 from bench.engine_options import AgenticOptions, engine_problems
 from bench.engine_setup import load
 from bench.machine import command_line, describe_machine
+from bench.options import see_help
 from bench.result import SCHEMA, figure, is_noisy
 from bench.serve import serve_group
 from bench.traffic import Turn, TurnServed, longest, read_trace, replay
 from jax_impl.engine import BATCH_BUCKETS, bucket
+from jax_impl.problems import listed
 from jax_impl.processes import COMPILING, report
+from jax_impl.progress import activity, count_bar
 
 DEFINITIONS = {
     "user_tokens_s": "interactivity. Per user: tokens behind the first of all turns, over the time "
@@ -90,8 +93,25 @@ def require_agentic(o: AgenticOptions, sessions: Sequence[Sequence[Turn]]) -> in
     if o.speed <= 0:
         problems.append(f"--speed {o.speed}: expected more than 0")
     if problems:
-        raise ValueError("agentic:" + "".join(f"\n  - {p}" for p in problems))
+        raise ValueError(listed("agentic", problems, see_help("agentic")))
     return needed
+
+
+def _measure(
+    engine: Any, o: AgenticOptions, sessions: list[list[Turn]], vocabulary: int
+) -> list[list[TurnServed]]:
+    """The turns of every run."""
+    runs = []
+    with count_bar("measuring", o.runs) as progress:
+        for run in range(o.runs):
+            rng = np.random.default_rng([o.seed, run])
+
+            def content(number: int, rng: Any = rng) -> list[int]:
+                return rng.integers(0, vocabulary, number).tolist()
+
+            runs.append(replay(engine, sessions, o.users, content, clock=time.perf_counter))
+            progress(len(runs))
+    return runs
 
 
 def run_agentic(o: AgenticOptions, argv: Sequence[str] | None = None) -> dict[str, Any]:
@@ -100,25 +120,18 @@ def run_agentic(o: AgenticOptions, argv: Sequence[str] | None = None) -> dict[st
     Raises:
         ValueError: options, trace, sizes or backend that cannot run; says why.
     """
-    sessions = [
-        [Turn(t.new, t.output, t.pause_s / o.speed) for t in turns] for turns in read_trace(o.trace)
-    ]
-    needed = require_agentic(o, sessions)
+    recorded = read_trace(o.trace)
+    needed = require_agentic(o, recorded)
+    sessions = [[Turn(t.new, t.output, t.pause_s / o.speed) for t in turns] for turns in recorded]
     report(None, "weights", allow=COMPILING)
     loaded = load(o, o.users, o.chunk, needed, (o.backend,))
     engine, vocabulary = loaded.engine(o.backend), loaded.config.vocab_size
     machine = describe_machine()
     report(0, "warm-up (compiles first)", allow=COMPILING)
-    for batch in [b for b in BATCH_BUCKETS if b <= bucket(o.users)]:
-        serve_group(engine, [[1]] * min(batch, o.users), 4 + 2 * o.drafts)
-    runs = []
-    for run in range(o.runs):
-        rng = np.random.default_rng([o.seed, run])
-
-        def content(number: int, rng: Any = rng) -> list[int]:
-            return rng.integers(0, vocabulary, number).tolist()
-
-        runs.append(replay(engine, sessions, o.users, content, clock=time.perf_counter))
+    with activity("compiling, warm-up"):
+        for batch in [b for b in BATCH_BUCKETS if b <= bucket(o.users)]:
+            serve_group(engine, [[1]] * min(batch, o.users), 4 + 2 * o.drafts)
+    runs = _measure(engine, o, sessions, vocabulary)
     figures = turn_figures(runs)
     apart = check(loaded, engine, o.users)
     return {

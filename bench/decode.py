@@ -29,6 +29,7 @@ from bench.slice_model import Case, make_inputs
 from bench.timing import Clock
 from jax_impl.engine import Engine
 from jax_impl.processes import COMPILING, report
+from jax_impl.progress import activity, count_bar
 from jax_impl.speculative_engine import SpeculativeEngine
 
 EXCLUDED = "loading, compilation and one warm-up group; prefill where a definition says so"
@@ -51,19 +52,22 @@ def measure(
     """Groups by backend and run; backends in turns."""
     report(0, "warm-up (compiles first)", allow=COMPILING)
     tokens = min(o.osl, 4 + 2 * o.drafts)
-    for engine in engines.values():
-        serve_group(engine, prompts_of(o, vocabulary, 0, 0), tokens, temperature=o.temperature)
+    for name, engine in engines.items():
+        with activity(f"compiling, warm-up: {name}"):
+            serve_group(engine, prompts_of(o, vocabulary, 0, 0), tokens, temperature=o.temperature)
     found: dict[str, list[list[Group]]] = {name: [] for name in engines}
-    for run in range(o.runs):
-        for name, engine in engines.items():
-            groups = [
-                serve_group(
-                    engine, prompts_of(o, vocabulary, run + 1, g), o.osl,
-                    temperature=o.temperature, seed=o.seed, clock=clock,
-                )
-                for g in range(o.prompts)
-            ]  # fmt: skip
-            found[name].append(groups)
+    with count_bar("measuring", o.runs * len(engines)) as progress:
+        for run in range(o.runs):
+            for name, engine in engines.items():
+                groups = [
+                    serve_group(
+                        engine, prompts_of(o, vocabulary, run + 1, g), o.osl,
+                        temperature=o.temperature, seed=o.seed, clock=clock,
+                    )
+                    for g in range(o.groups)
+                ]  # fmt: skip
+                found[name].append(groups)
+                progress(sum(map(len, found.values())))
     return found
 
 
@@ -164,7 +168,7 @@ def conditions_of(
         "acceptance": loaded.acceptance,
         "backend": ",".join(o.backends),
         "excluded": EXCLUDED,
-        "execution": f"{o.runs} runs of {o.prompts} groups of {o.batch} prompt(s); host-timed",
+        "execution": f"{o.runs} runs of {o.groups} groups of {o.batch} prompt(s); host-timed",
         "definitions": DEFINITIONS | ({"replay": REPLAY} if o.replays else {}),
         "plans": {
             name: {f"{p.backend}: {p.reason}": n for p, n in engine.plans.items()}

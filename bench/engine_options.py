@@ -6,6 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from bench.options import see_help
+from jax_impl.problems import listed
+
 BACKENDS = ("auto", "latency_specialized")
 
 
@@ -63,7 +66,7 @@ class DecodeOptions(EngineOptions):
         osl: output tokens; the end of text is ignored.
         batch: requests that run together.
         runs: measured runs.
-        prompts: groups of `batch` prompts in a run.
+        groups: of `batch` prompts in a run.
         replays: samples of the device-timed cross-check; 0 leaves it out.
         compare: two backends, run in turns in this process; their ratio is printed.
     """
@@ -72,7 +75,7 @@ class DecodeOptions(EngineOptions):
     osl: int = 1000
     batch: int = 1
     runs: int = 3
-    prompts: int = 4
+    groups: int = 4
     replays: int = 5
     compare: str | None = None
 
@@ -98,10 +101,14 @@ def engine_problems(o: EngineOptions, needed: int) -> list[str]:
             "with --drafts"
         )
     if (o.checkpoint is not None and o.drafts > 0) != (o.draft is not None):
-        problems.append("--draft: needed with --checkpoint and --drafts, and only then")
+        found = "given" if o.draft is not None else "missing"
+        problems.append(
+            f"--draft: found {found}, expected with --checkpoint and --drafts, and only then"
+        )
     if o.context is not None and o.context < needed:
         problems.append(
-            f"--context {o.context}: below the {needed} tokens that prompt, output and drafts need"
+            f"--context {o.context}: expected at least the {needed} tokens that prompt, output and "
+            "drafts need"
         )
     if not 0.0 <= o.temperature < float("inf"):
         problems.append(f"--temperature {o.temperature}: expected 0 (greedy) or above")
@@ -119,7 +126,7 @@ def require_decode(o: DecodeOptions) -> None:
     problems = engine_problems(o, o.needed)
     if not 1 <= o.batch <= 64:
         problems.append(f"--batch {o.batch}: expected 1 to 64, the largest batch")
-    for name, least in (("isl", 1), ("osl", 4 + 2 * o.drafts), ("runs", 1), ("prompts", 1)):
+    for name, least in (("isl", 1), ("osl", 4 + 2 * o.drafts), ("runs", 1), ("groups", 1)):
         if getattr(o, name) < least:
             problems.append(f"--{name} {getattr(o, name)}: expected at least {least}")
     if o.replays < 0:
@@ -129,7 +136,7 @@ def require_decode(o: DecodeOptions) -> None:
         if len(names) != 2 or len(set(names)) != 2 or not set(names) <= set(BACKENDS):
             problems.append(f"--compare {o.compare}: expected two of {','.join(BACKENDS)}")
     if problems:
-        raise ValueError("decode:" + "".join(f"\n  - {p}" for p in problems))
+        raise ValueError(listed("decode", problems, see_help("decode")))
 
 
 @dataclass(frozen=True)

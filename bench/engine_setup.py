@@ -18,9 +18,11 @@ from jax_impl.draft_config import DraftConfig
 from jax_impl.draft_memory import RELEASED as RELEASED_DRAFT
 from jax_impl.draft_weights import DraftWeights, open_draft
 from jax_impl.engine import Engine
-from jax_impl.loader import free_device_bytes, load_draft, load_weights
+from jax_impl.generate import load_with_progress
+from jax_impl.loader import free_device_bytes, load_draft
 from jax_impl.memory import require_room
 from jax_impl.params import Weights
+from jax_impl.progress import activity
 from jax_impl.sharding import Placement, place_ranks, require_ranks
 from jax_impl.speculative_engine import SpeculativeEngine
 from jax_impl.tiny_presets import PRESETS, draft_config, text_config
@@ -90,7 +92,8 @@ def load(
     context = needed if o.context is None else o.context
     if context > config.max_position_embeddings:
         raise ConfigError(
-            f"context {context}: the model's limit is {config.max_position_embeddings} tokens"
+            f"context {context}: the model's limit is {config.max_position_embeddings} tokens, "
+            "expected no more; ask for less (--osl, --isl, --context, or a shorter trace)"
         )
     run = RunConfig(
         slots=batch, pages=1, page_size=o.page_size, kv_dtype=o.kv_dtype, experts=o.experts,
@@ -139,13 +142,14 @@ def _weights(
     placement: Placement,
 ) -> Weights:
     if checkpoint is not None:
-        return load_weights(checkpoint, run=run, placement=placement)
+        return load_with_progress(checkpoint, run, placement)
     free = free_device_bytes()
     if free is not None:
         # emulated devices of one process share the host's memory
         sharing = len(placement.here) if jax.local_devices()[0].platform == "cpu" else 1
         require_room(config, free // sharing, run, o.tp, o.experts)
-    return random_weights(config, placement, o.seed, run)
+    with activity("random weights"):
+        return random_weights(config, placement, o.seed, run)
 
 
 def _draft_weights(

@@ -42,6 +42,7 @@ from jax_impl.backend import AUTO, STAGES, Backend
 from jax_impl.config import ModelConfig
 from jax_impl.memory import MemorySettings
 from jax_impl.model import Stream, layer_weights, place, run_layer
+from jax_impl.progress import note
 from jax_impl.static import Static
 from jax_impl.weights import BYTES, weight_table
 
@@ -217,7 +218,7 @@ def run_layers(o: LayersOptions, argv: Sequence[str] | None = None) -> dict[str,
     for name, setting in settings.items():
         stages = AUTO if name == "auto" else setting.backend
         for kind, layer in slice_parity.checked_layers(static).items():
-            rank_slice.say(f"{name}, {kind}")
+            note(f"layers: compiling, tracing {name}, {kind}")
             check = slice_parity.layer_check(static, stages, layer)
             distances = check(weights, cache, inputs, *stream)
             apart[f"{name}.{kind}"] = {n: float(v) for n, v in distances.items()}

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Literal
 
 from bench.engine_options import BACKENDS
+from bench.options import see_help
 from bench.rank_slice_options import MAX_ROWS, Sizes, SliceOptions
+from jax_impl.problems import listed
 
 
 @dataclass(frozen=True)
@@ -72,4 +74,4 @@ def require_layers(o: LayersOptions) -> None:
     if o.picture is not None and o.picture.suffix != ".png":
         problems.append(f"--picture {o.picture}: expected a name that ends in .png")
     if problems:
-        raise ValueError("layers:" + "".join(f"\n  - {p}" for p in problems))
+        raise ValueError(listed("layers", problems, see_help("layers")))

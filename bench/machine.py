@@ -26,7 +26,9 @@ def set_memory_fraction(fraction: float) -> None:
         ValueError: out of range.
     """
     if not 0 < fraction <= 1:
-        raise ValueError(f"--memory-fraction {fraction}: expected more than 0, at most 1")
+        raise ValueError(
+            f"--memory-fraction {fraction}: expected more than 0, at most 1; change it"
+        )
     os.environ[FRACTION_VARIABLE] = f"{fraction:g}"
 
 

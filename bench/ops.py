@@ -14,7 +14,6 @@ path's and 1e-6 (f32 results differ in the order of summation only).
 from __future__ import annotations
 
 import statistics
-import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -27,7 +26,10 @@ from bench.machine import command_line, describe_machine
 from bench.ops_cases import cases
 from bench.ops_options import OpsOptions
 from bench.ops_problem import L2_BYTES, L2_TIMES, Problem, f64
+from bench.options import see_help
 from bench.result import SCHEMA, figure, is_noisy, write
+from jax_impl import progress
+from jax_impl.problems import listed
 
 REL_L2 = 4e-3
 Times = Callable[[Problem, int], tuple[dict[str, list[float]], int]]
@@ -122,12 +124,10 @@ def run_case(
     }
     figures = case_figures(name, problem, kernels, calls)
     shown = {n: figures[f"{name}.{n}"]["value"] for n in ("kernel_us", "other_us", "floor_us")}
-    print(
+    progress.note(
         f"{name:32s} {shown['kernel_us']:8.2f} us  floor {shown['floor_us']:7.2f}"
         f"  {figures[f'{name}.gb_s']['value']:6.0f} GB/s  other {shown['other_us']:6.2f}"
-        f"  err {worst:.2e} (standard {before['standard']:.2e})  {'ok' if passed else 'FAILED'}",
-        file=sys.stderr,
-        flush=True,
+        f"  err {worst:.2e} (standard {before['standard']:.2e})  {'ok' if passed else 'FAILED'}"
     )
     return figures, parity
 
@@ -184,7 +184,9 @@ def chosen(match: Sequence[str]) -> dict[str, Callable[[], Problem]]:
     """
     found = {k: v for k, v in cases().items() if not match or any(m in k for m in match)}
     if not found:
-        raise ValueError(f"ops: no case holds any of {list(match)}; --list prints all names")
+        raise ValueError(
+            f"ops: found no case for {list(match)}, expected parts of case names; --list prints all"
+        )
     return found
 
 
@@ -196,15 +198,26 @@ def run_ops(
     Raises:
         ValueError: no GPU, or no case matches.
     """
+    problems = [
+        f"--{name} {getattr(o, name)}: expected at least 1"
+        for name in ("repeats", "replays")
+        if getattr(o, name) < 1
+    ]
+    if problems:
+        raise ValueError(listed("ops", problems, see_help("ops")))
     found = chosen(o.match)
     platform = jax.devices()[0].platform
     if platform != "gpu":
-        raise ValueError(f"ops: kernels need an NVIDIA GPU; found {platform}")
+        raise ValueError(
+            f"ops: found {platform}, expected an NVIDIA GPU, which kernels need; run it there "
+            "(parity/test_kernels_*.py interprets the same kernels on a CPU)"
+        )
     machine = describe_machine()
     figures: dict[str, Any] = {}
     comparisons: list[dict[str, Any]] = []
     result: dict[str, Any] = {}
-    for name, build in found.items():
+    for done, (name, build) in enumerate(found.items(), start=1):
+        progress.note(f"ops: {done} of {len(found)}, {name}")
         more, parity = run_case(name, build(), o)
         figures |= more
         comparisons.append(parity)

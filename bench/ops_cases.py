@@ -41,9 +41,5 @@ def cases() -> dict[str, Callable[[], Problem]]:
             out[name] = lambda m=m, count=count: attn_res_case(m, count, 19)
     for ranks in (16, 8):
         for n in (1, 2, 8, 64):
-            for name, wide in (("experts", True), ("experts_narrow", False)):
-                if n != 2 or wide:
-                    out[f"{name}.tp{ranks}.rows{n}"] = lambda n=n, r=ranks, wide=wide: experts_case(
-                        n, r, 11, wide=wide
-                    )
+            out[f"experts.tp{ranks}.rows{n}"] = lambda n=n, r=ranks: experts_case(n, r, 11)
     return out | ops_small.cases() | ops_mla.cases()

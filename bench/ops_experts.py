@@ -11,7 +11,7 @@ import numpy as np
 from bench.ops_problem import SITU, Problem, f64, normal, situ64
 
 
-def experts_case(n: int, ranks: int, seed: int, tuning: Any = None, wide: bool = True) -> Problem:
+def experts_case(n: int, ranks: int, seed: int, tuning: Any = None) -> Problem:
     """Routed experts of one rank at full spread: 16 distinct random experts per row."""
     from jax_impl.numerics import Numerics
     from jax_impl.ops.experts import ExpertWeights, routed_experts
@@ -49,7 +49,7 @@ def experts_case(n: int, ranks: int, seed: int, tuning: Any = None, wide: bool =
     distinct = float(np.mean([len(np.unique(i)) for i in ids]))
     fast = jax.jit(
         lambda x, i, g, a, b, layer: experts.experts(
-            x, i, g, a, b, layer, width=m, betas=SITU, wide=wide, tuning=tuning
+            x, i, g, a, b, layer, width=m, betas=SITU, tuning=tuning
         )
     )
     each = [jnp.int32(i % layers) for i in range(draws)]

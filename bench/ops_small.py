@@ -12,17 +12,14 @@ import numpy as np
 from bench.ops_problem import Problem, bf16_round, f64, normal, stack_depth
 
 
-def attn_res_case(m: int, count: int, ahead: bool, seed: int) -> Problem:
-    """The depth mixture as after a MoE layer: the delta in two parts; with `ahead` it prefetches.
-
-    Rows come from L2. The prefetched stack is walked through and read by nobody.
-    """
+def attn_res_case(m: int, count: int, seed: int) -> Problem:
+    """The depth mixture as after a MoE layer: the delta in two parts. Rows come from L2."""
     from jax_impl.numerics import Numerics, f32
     from jax_impl.ops.attn_res import attn_res as mix
     from jax_impl.ops.norm import rmsnorm
     from pallas_kernels.attn_res import attn_res
 
-    nx, d, bank, layers = Numerics(), 7168, 8, 12
+    nx, d, bank = Numerics(), 7168, 8
     key = jax.random.key(seed)
     shapes = [(m, d), (m, d), (d,), (1, d), (d,)]
     prefix, delta, res_norm, res_proj, norm = (
@@ -31,12 +28,10 @@ def attn_res_case(m: int, count: int, ahead: bool, seed: int) -> Problem:
     res_proj = res_proj * 0.02
     shared = jax.random.normal(jax.random.fold_in(key, 8), (m, d), jnp.float32)
     snapshots = normal(jax.random.fold_in(key, 9), (m, bank, d))
-    stack = jnp.zeros((layers, 1096, d), jnp.bfloat16)  # 15.7 MB a layer
     args = prefix, snapshots, jnp.int32(count), delta, res_norm, res_proj, norm
 
-    def kernel(layer: jax.Array, shared: jax.Array, stack: jax.Array, *args: Any) -> jax.Array:
-        prefetch = [(stack, layer)] if ahead else []
-        return attn_res(*args, eps=1e-5, shared=shared, prefetch=prefetch)[0]
+    def kernel(shared: jax.Array, *args: Any) -> jax.Array:
+        return attn_res(*args, eps=1e-5, shared=shared)[0]
 
     def plain(prefix, snapshots, count, delta, res_norm, res_proj, norm, shared):
         delta = nx.round(f32(delta) + f32(nx.round(shared)))
@@ -54,9 +49,9 @@ def attn_res_case(m: int, count: int, ahead: bool, seed: int) -> Problem:
         return (mixed / np.sqrt((mixed**2).mean(-1, keepdims=True) + 1e-5) * f64(norm))[rows]
 
     return Problem(
-        lambda layer: fast(layer, shared, stack, *args),
+        lambda _: fast(shared, *args),
         2 * m * d * (count + 6),
-        layers,
+        1,
         exact,
         lambda _: standard(*args, shared),
         np.arange(m),
@@ -133,8 +128,7 @@ def cases() -> dict[str, Callable[[], Problem]]:
     """Every case by name."""
     out: dict[str, Callable[[], Problem]] = {}
     for m in (1, 8, 64):
-        for name, ahead in (("two_deltas", False), ("prefetch", True)):
-            out[f"attn_res.{name}.rows{m}"] = lambda m=m, a=ahead: attn_res_case(m, 8, a, 19)
+        out[f"attn_res.two_deltas.rows{m}"] = lambda m=m: attn_res_case(m, 8, 19)
         out[f"vocab.head.tp16.rows{m}"] = lambda m=m: vocab_case(m, 7168, False, 29)
         out[f"vocab.markov.tp16.rows{m}"] = lambda m=m: vocab_case(m, 256, True, 31)
         out[f"topk.rows{m}"] = lambda m=m: topk_case(m, 23)

@@ -7,6 +7,11 @@ from typing import Annotated
 import tyro
 
 
+def see_help(command: str) -> str:
+    """What to do about wrong options."""
+    return f"Change these; `python -m bench {command} --help` has all options."
+
+
 def numbers(text: str) -> tuple[int, ...]:
     """`1,8,64` as numbers.
 
@@ -16,7 +21,9 @@ def numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in text.split(","))
     except ValueError:
-        raise ValueError(f"{text!r}: expected whole numbers with commas, such as 1,8,64") from None
+        raise ValueError(
+            f"found {text!r}, expected whole numbers with commas, such as 1,8,64; correct it"
+        ) from None
 
 
 Numbers = Annotated[

@@ -22,6 +22,7 @@ from bench.floor import kind_of
 from bench.published import tokens_per_second
 from bench.result import ResultError, figure
 from jax_impl.config import ModelConfig
+from jax_impl.problems import listed
 
 # 1e9 bytes per second that one GPU sends over NVLink, as the maker states it
 LINK_GB_S = {"H100": 450.0, "H200": 450.0, "B200": 900.0, "GB300": 900.0}
@@ -97,7 +98,10 @@ def compute_ms(result: dict[str, Any], case: str, layers: int) -> tuple[float, s
     layer = figures.get(f"us_per_layer.{case}")
     depths = [n for n in figures if n.startswith("us_per_step.moe") and n.endswith(f".{case}")]
     if layer is None or not depths:
-        raise ResultError(f"no time of a step or a layer for {case}: not a rank slice of it")
+        raise ResultError(
+            f"found no time of a step or a layer for {case}, expected a rank slice of it; measure "
+            "two depths with --layers"
+        )
     name = min(depths, key=lambda n: figures[n]["value"])
     shallow = int(name.removeprefix("us_per_step.moe").split(".")[0])
     rest = figures[name]["value"] - shallow * layer["value"]
@@ -117,15 +121,16 @@ def project(
     measured = next((d for name, d in DEVICES.items() if name in kind), None)
     problems = []
     if not isinstance(shapes, dict) or shapes.get("preset") != "k3" or "cases" not in shapes:
-        problems.append("shapes: expected a rank slice of the released model")
+        problems.append(
+            f"shapes: found {str(shapes)[:60]}, expected a rank slice of the released model"
+        )
     if measured is None:
         problems.append(f"device {kind}: expected one of {', '.join(DEVICES)}")
     if result["parity"]["verdict"] != "passed":
         problems.append(f"parity: {result['parity']['verdict']}, expected a passed run")
     if problems or measured is None:
-        raise ResultError(
-            "no projection from this result:" + "".join(f"\n  - {p}" for p in problems)
-        )
+        do = "Give a result of `python -m bench rank-slice` at the released sizes."
+        raise ResultError(listed("no projection from this result", problems, do))
     figures: dict[str, Any] = {}
     notes: dict[str, str] = {}
     for case, rows in shapes["cases"].items():

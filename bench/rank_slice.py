@@ -16,7 +16,6 @@ ones in every step; the context stays as long as it is said to be.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -45,6 +44,7 @@ from jax_impl.config import ConfigError, ModelConfig, RunConfig
 from jax_impl.loader import free_device_bytes
 from jax_impl.memory import require_room
 from jax_impl.params import Weights, abstract_weights
+from jax_impl.progress import count_bar, note
 from jax_impl.sharding import Placement, require_ranks
 from jax_impl.static import Static
 from jax_impl.tiny_presets import PRESETS, text_config
@@ -100,12 +100,16 @@ def prepare(o: SliceOptions) -> Setting:
     config = load_config(o.preset)
     if o.context > config.max_position_embeddings:
         raise ConfigError(
-            f"--context {o.context}: expected at most {config.max_position_embeddings}, the model's"
+            f"--context {o.context}: expected at most {config.max_position_embeddings}, the "
+            "model's; ask for less"
         )
     configs = [slice_model.with_moe_layers(config, n) for n in o.layers]
     by_depth = {c.num_moe_layers: c for c in sorted(configs, key=lambda c: c.num_moe_layers)}
     if len(by_depth) != len(configs):
-        raise ConfigError(f"--layers {o.layers}: two of them are equally deep")
+        raise ConfigError(
+            f"--layers {o.layers}: two of them are equally deep, expected different depths; "
+            "change one"
+        )
     found = slice_model.cases(o.rows, o.drafts)
     most = max(c.batch for c in found)
     run = RunConfig(
@@ -125,15 +129,10 @@ def prepare(o: SliceOptions) -> Setting:
     return Setting(o, config, depths, found, choose_backend(run, deepest, o.tp), method, placement)
 
 
-def say(text: str) -> None:
-    """Progress, on standard error."""
-    print(f"rank-slice: {text}", file=sys.stderr, flush=True)
-
-
 @contextmanager
 def stage(text: str, took: dict[str, float]) -> Iterator[None]:
-    """Say what is done and note how long it took, in seconds."""
-    say(text)
+    """Note what is done and how long it took, in seconds."""
+    note(f"rank-slice: {text}")
     begin = time.perf_counter()
     yield
     took[text] = round(time.perf_counter() - begin, 2)
@@ -181,8 +180,10 @@ def compile_all(setting: Setting, programs: list[Programs], weights: Weights, ca
             for p in programs
             for key, lower in p.jobs(setting, weights, cache)
         ]
-        for p, key, future in waiting:
-            p.compiled[key] = future.result()
+        with count_bar("compiling", len(waiting)) as progress:
+            for done, (p, key, future) in enumerate(waiting, start=1):
+                p.compiled[key] = future.result()
+                progress(done)
 
 
 def temporaries(programs: list[Programs]) -> dict[str, int]:
@@ -264,7 +265,7 @@ def run_rank_slice(o: SliceOptions, argv: list[str] | None = None) -> dict[str, 
     if o.compile_cache is not None:
         jax.config.update("jax_compilation_cache_dir", str(o.compile_cache))
     setting, took = prepare(o), {}
-    say(f"memory fraction {o.memory_fraction:g}, free {free_device_bytes()} bytes")
+    note(f"rank-slice: memory fraction {o.memory_fraction:g}, free {free_device_bytes()} bytes")
     with stage("random weights and cache", took):
         config, run = setting.static.config, setting.static.run
         weights = random_weights(config, setting.placement, o.seed, run)
@@ -280,11 +281,12 @@ def run_rank_slice(o: SliceOptions, argv: list[str] | None = None) -> dict[str, 
         apart = {k: v for p in programs for k, v in distances(p, runner).items()}
     machine, idle = describe_machine(), None
     figures: dict[str, Any] = {}
-    with stage("timing", took):
-        for p in programs:
+    with stage("timing", took), count_bar("measuring", len(programs)) as progress:
+        for done, p in enumerate(programs, start=1):
             samples = runner.measure(setting, p)
             figures |= figures_of(setting, p.case, samples, distinct[p.case.name])
             idle, machine["clocks"] = idle or machine["clocks"], describe_machine()["clocks"]
+            progress(done)
     parity = slice_parity.verdict(setting.static, apart)
     parity |= {"logits_finite_in_every_sample": runner.finite}
     if not runner.finite:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from bench.options import Numbers
+from bench.options import Numbers, see_help
+from jax_impl.problems import listed
 
 MAX_ROWS = 64
 Sizes = Literal["k3", "tiny", "tp16"]
@@ -96,4 +97,4 @@ def require_options(o: SliceOptions) -> None:
     if not o.budget > 0:
         problems.append(f"--budget {o.budget}: expected more than 0 seconds")
     if problems:
-        raise ValueError("rank-slice:" + "".join(f"\n  - {p}" for p in problems))
+        raise ValueError(listed("rank-slice", problems, see_help("rank-slice")))

@@ -21,6 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from jax_impl.problems import listed
+
 SCHEMA = "k3-bench-1"
 KEYS = ("schema", "command", "conditions", "figures", "parity")
 CONDITIONS = (
@@ -74,7 +76,7 @@ def problems(result: Any) -> list[str]:
     """What keeps `result` from having the published form; empty if nothing does."""
     if not isinstance(result, dict) or set(result) != set(KEYS):
         found = sorted(result) if isinstance(result, dict) else type(result).__name__
-        return [f"keys: found {found}, expected exactly {list(KEYS)}"]
+        return [f"keys: found {found}, expected {list(KEYS)} and no other"]
     wrong = []
     if result["schema"] != SCHEMA:
         wrong.append(f"schema: found {result['schema']!r}, expected {SCHEMA!r}")
@@ -125,9 +127,8 @@ def require(result: Any, source: str = "result") -> dict[str, Any]:
     """
     wrong = problems(result)
     if wrong:
-        raise ResultError(
-            f"{source}: not a {SCHEMA} result:" + "".join(f"\n  - {p}" for p in wrong)
-        )
+        do = "Give a file that a measuring command of `python -m bench` wrote with this version."
+        raise ResultError(listed(f"{source}: not a {SCHEMA} result", wrong, do))
     return result
 
 
@@ -142,9 +143,26 @@ def read(path: str | Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise ResultError(
             f"{path}: not readable as a result: {error}; expected a JSON file that a command of "
-            "`python -m bench` wrote"
+            "`python -m bench` wrote; check the name, or measure again"
         ) from None
     return require(found, str(path))
+
+
+def read_all(paths: Sequence[str | Path]) -> list[dict[str, Any]]:
+    """The results in files.
+
+    Raises:
+        ResultError: listing every file that is none.
+    """
+    found, wrong = [], []
+    for path in paths:
+        try:
+            found.append(read(path))
+        except ResultError as error:
+            wrong.append(str(error))
+    if wrong:
+        raise ResultError("\n".join(wrong))
+    return found
 
 
 def write(target: str, result: dict[str, Any]) -> None:

@@ -10,20 +10,26 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import tyro
 
 from bench.devices import DEVICES, Device
 from bench.floor import KINDS, Work, kind_of, layer_bytes, mean_distinct, step_bytes
-from bench.options import Numbers
+from bench.options import Numbers, see_help
 from bench.projection import project, projection_rows
 from bench.published import PUBLISHED, tokens_per_second
 from bench.result import SCHEMA, figure
 from jax_impl.config import ConfigError, ModelConfig
 from jax_impl.memory import MemorySettings
-from jax_impl.weights import indivisible, weight_table
+from jax_impl.problems import listed
+from jax_impl.weights import choose_ranks, indivisible, weight_table
 
 RELEASED = Path(__file__).parents[1] / "parity" / "golden" / "k3_config.json"
 MOE_PERIOD = ("kda", "kda", "kda", "mla")  # of the layers that repeat
+
+
+Length = Annotated[float | None, tyro.conf.arg(name="accept-length")]
 
 
 @dataclass(frozen=True)
@@ -52,7 +58,7 @@ class RooflineOptions:
     experts: Literal["tp", "ep"] = "tp"
     dcp: int = 1
     distinct: float | None = None
-    acceptance_length: float | None = None
+    acceptance_length: Length = None
 
 
 def roofline(
@@ -154,10 +160,13 @@ def _check(config: ModelConfig, o: RooflineOptions) -> None:
     length = o.acceptance_length
     if length is not None and not (o.drafts and 1 <= length <= o.drafts + 1):
         problems.append(
-            f"--acceptance-length {length}: expected 1 to drafts + 1 = {o.drafts + 1}, with drafts"
+            f"--accept-length {length}: expected 1 to drafts + 1 = {o.drafts + 1}, with drafts"
         )
     if problems:
-        raise ConfigError("roofline:" + "".join(f"\n  - {p}" for p in problems))
+        do = see_help("roofline")
+        if any("divide" in p for p in problems):
+            do += "\n" + choose_ranks(config, weight_table(config), o.experts)
+        raise ConfigError(listed("roofline", problems, do))
 
 
 def tables(result: dict[str, Any]) -> list[tuple[str, list[str], list[Sequence[str]]]]:

@@ -64,7 +64,8 @@ def with_moe_layers(config: ModelConfig, layers: int) -> ModelConfig:
     if layers < MLA_EVERY or layers % MLA_EVERY:
         raise ConfigError(
             f"--layers {layers}: expected a multiple of {MLA_EVERY}, the layers with experts in "
-            f"which KDA and MLA stand 3:1, or {config.num_hidden_layers}, the whole model"
+            f"which KDA and MLA stand 3:1, or {config.num_hidden_layers}, the whole model; change "
+            "it"
         )
     whole = config.first_k_dense_replace + layers
     mla = tuple(i for i in range(whole) if i % MLA_EVERY == MLA_EVERY - 1)

@@ -99,7 +99,7 @@ def _feed_forward(exact: Static, weights: Weights, layer: int, got: dict[str, An
     share = jnp.take_along_axis(scores, ids, axis=-1)
     share = share / jnp.sum(share, -1, keepdims=True) * exact.config.routed_scaling_factor
     chosen = AUTO.route(exact, w, y)._replace(ids=ids, weights=share)
-    delta = AUTO.moe_out(exact, w, *AUTO.experts(exact, w, chosen))
+    delta = AUTO.moe_out(exact, w, AUTO.experts(exact, w, chosen), chosen.shared)
     return {
         "router_gap": jnp.where(twice, jnp.inf, jnp.max(jnp.abs(best - mine))),
         "delta": _rel_l2(got["delta"], delta),

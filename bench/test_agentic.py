@@ -124,14 +124,14 @@ def test_the_included_trace_and_bad_ones(tmp_path):
 
 def test_bad_conditions_name_the_limit():
     sessions = [[Turn(60, 60, 0.0)]]
-    with pytest.raises(ValueError, match=r"below the 120 tokens(.|\n)*--users 65(.|\n)*--speed 0"):
+    with pytest.raises(ValueError, match=r"the 120 tokens(.|\n)*--users 65(.|\n)*--speed 0"):
         require_agentic(AgenticOptions(context=100, users=65, speed=0.0), sessions)
 
 
 def test_a_small_run(tmp_path, quick_compile):
     out = tmp_path / "agentic.json"
     command = "agentic --preset tiny --runs 1 --speed 10 --chunk 16 --kv-dtype bfloat16"
-    assert main([*command.split(), "--out", str(out)]) == 0
+    assert main([*command.split(), "--json", str(out)]) == 0
     found = read(out)
     assert found["figures"]["turns"]["value"] == 9
     assert 0.3 < found["figures"]["reused_share"]["value"] < 0.8

@@ -17,7 +17,7 @@ from bench.result import figure, read
         ({"drafts": 9}, "0 to 7"),
         ({"drafts": 3, "accept_length": 4.5}, "1 to drafts . 1 = 4"),
         ({"accept_length": 2.0}, "with --drafts"),
-        ({"context": 100, "isl": 50, "osl": 60}, "below the 110 tokens"),
+        ({"context": 100, "isl": 50, "osl": 60}, "at least the 110 tokens"),
         ({"osl": 3}, "--osl 3: expected at least 4"),
         ({"compare": "auto,auto"}, "expected two of"),
         ({"compare": "auto"}, "expected two of"),
@@ -30,8 +30,8 @@ def test_bad_conditions_name_the_limit(changed, message):
 
 
 def test_all_bad_conditions_are_listed():
-    with pytest.raises(ValueError, match=r"--batch 0(.|\n)*--runs 0(.|\n)*--prompts 0"):
-        require_decode(replace(DecodeOptions(), batch=0, runs=0, prompts=0))
+    with pytest.raises(ValueError, match=r"--batch 0(.|\n)*--runs 0(.|\n)*--groups 0"):
+        require_decode(replace(DecodeOptions(), batch=0, runs=0, groups=0))
 
 
 def test_a_context_beyond_the_model_and_a_missing_backend_are_refused(capsys):
@@ -64,8 +64,8 @@ def test_a_ratio_has_the_spread_of_its_runs():
 def test_a_small_run_with_forced_acceptance(tmp_path, capsys, quick_compile):
     out = tmp_path / "decode.json"
     command = "decode --preset tiny --drafts 2 --accept-length 2 --osl 13 --batch 2 --runs 2"
-    rest = "--prompts 1 --replays 2 --kv-dtype bfloat16"
-    assert main([*command.split(), *rest.split(), "--out", str(out)]) == 0
+    rest = "--groups 1 --replays 2 --kv-dtype bfloat16"
+    assert main([*command.split(), *rest.split(), "--json", str(out)]) == 0
     found = read(out)
     figures = found["figures"]
     assert found["parity"]["verdict"] == "passed"

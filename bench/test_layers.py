@@ -114,7 +114,7 @@ def test_a_traced_call_is_read_with_its_stages(tmp_path):
 def test_a_small_run(tmp_path, quick_compile):
     out, picture, traces = tmp_path / "l.json", tmp_path / "l.png", tmp_path / "traces"
     command = "layers --preset tiny --tp 2 --rows 2 --context 64 --repeats 2"
-    files = ["--out", str(out), "--picture", str(picture), "--perfetto", str(traces)]
+    files = ["--json", str(out), "--picture", str(picture), "--perfetto", str(traces)]
     assert main([*command.split(), *files]) == 0
     figures = read(out)["figures"]
     for kind in ("kda", "mla"):

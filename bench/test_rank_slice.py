@@ -113,7 +113,7 @@ def test_a_small_run(tmp_path, capsys, quick_compile):
     out = tmp_path / "slice.json"
     command = "rank-slice --preset tiny --tp 2 --rows 2 --drafts 1 --layers 4 --context 64"
     sizes = "--steps 2 --repeats 4 --warmups 1 --compile-workers 2"
-    assert main([*command.split(), *sizes.split(), "--out", str(out)]) == 0
+    assert main([*command.split(), *sizes.split(), "--json", str(out)]) == 0
     found = read(out)
     assert found["parity"]["verdict"] == "passed"
     assert {c["what"].split(".")[0] for c in found["parity"]["comparisons"]} == {"rows2", "verify2"}

@@ -72,7 +72,7 @@ def test_context_counts_in_mla_layers_only_and_dcp_divides_it(k3):
 
 def test_the_command_writes_a_result_without_published_figures(tmp_path, capsys):
     file = tmp_path / "r.json"
-    options = ["--device", "H200", "--rows", "1", "--drafts", "7", "--acceptance-length", "6"]
+    options = ["--device", "H200", "--rows", "1", "--drafts", "7", "--accept-length", "6"]
     assert main(["roofline", *options, "--json", str(file)]) == 0
     result = json.loads(file.read_text())
     assert set(result) == {"schema", "command", "conditions", "figures", "parity"}
@@ -89,10 +89,10 @@ def test_the_command_writes_a_result_without_published_figures(tmp_path, capsys)
 
 def test_everything_wrong_is_said_at_once(capsys):
     wrong = ["--tp", "3", "--rows", "0", "--drafts", "9", "--context", "-1", "--dcp", "2"]
-    assert main(["roofline", *wrong, "--acceptance-length", "11", "--distinct", "900"]) == 2
+    assert main(["roofline", *wrong, "--accept-length", "11", "--distinct", "900"]) == 2
     said = capsys.readouterr().err
     for part in (
         "does not divide by 3 ranks", "--rows (0,)", "--drafts 9", "--context -1", "--dcp 2",
-        "--acceptance-length 11", "--distinct 900",
+        "--accept-length 11", "--distinct 900",
     ):  # fmt: skip
         assert part in said

@@ -24,6 +24,7 @@ from typing import Any
 
 from bench.serve import LIMIT, Serving
 from bench.timing import Clock
+from jax_impl.problems import listed
 
 
 @dataclass(frozen=True)
@@ -67,13 +68,20 @@ def read_trace(path: str | Path) -> list[list[Turn]]:
         ValueError: listing every line that is not a session.
     """
     sessions, problems = [], []
-    for number, line in enumerate(Path(path).read_text().splitlines(), start=1):
+    try:
+        lines = Path(path).read_text().splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{path}: not readable as a trace: {error}; expected a text file with a session per "
+            "line; check the name"
+        ) from None
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
             sessions.append([Turn(**turn) for turn in json.loads(line)["turns"]])
         except (ValueError, TypeError, KeyError) as error:
-            problems.append(f"line {number}: {error!r}")
+            problems.append(f"line {number}: found {error!r}, expected an object with turns")
             continue
         turns = sessions[-1]
         sound = turns and all(
@@ -85,7 +93,8 @@ def read_trace(path: str | Path) -> list[list[Turn]]:
     if not sessions and not problems:
         problems.append("no session in it")
     if problems:
-        raise ValueError(f"{path}: not a trace:" + "".join(f"\n  - {p}" for p in problems))
+        do = "Correct these lines; `bench/traffic.py` describes the form, `bench/traces` has one."
+        raise ValueError(listed(f"{path}: not a trace", problems, do))
     return sessions
 
 

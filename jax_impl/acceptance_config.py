@@ -8,6 +8,7 @@ from typing import Literal
 
 from jax_impl.config import ConfigError
 from jax_impl.draft_config import MAX_DRAFTS
+from jax_impl.problems import listed
 
 SYNTHETIC_LABEL = "synthetic acceptance"  # what every output of a forced run carries
 
@@ -50,9 +51,12 @@ class Acceptance:
                 problems.append(f"{name}: found {getattr(self, name)!r}, expected one of {allowed}")
         given = [n for n in ("length", "rates") if getattr(self, n) is not None]
         if self.rule != "synthetic" and given:
-            problems.append(f"{' and '.join(given)}: only with rule 'synthetic'")
+            problems.append(
+                f"{' and '.join(given)}: found with rule {self.rule!r}, expected rule 'synthetic'"
+            )
         elif self.rule == "synthetic" and len(given) != 1:
-            problems.append("rule 'synthetic' takes either a length or rates")
+            found = " and ".join(given) or "neither"
+            problems.append(f"rule 'synthetic': found {found}, expected a length or rates")
         if self.length is not None and not 1 <= self.length <= drafts + 1:
             problems.append(
                 f"length: found {self.length}, expected 1..{drafts + 1} tokens per step"
@@ -65,7 +69,8 @@ class Acceptance:
                     f"rates: found {self.rates}, expected {drafts} numbers within 0..1, not rising"
                 )
         if problems:
-            raise ConfigError("acceptance:" + "".join(f"\n  - {p}" for p in problems))
+            do = "Change these settings; a drafter's K drafts give 1 to K + 1 tokens per step."
+            raise ConfigError(listed("acceptance", problems, do))
 
     def schedule(self, drafts: int) -> tuple[float, ...]:
         """Synthetic: for each of K = `drafts` the probability that all up to it are accepted."""

@@ -18,6 +18,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jax_impl.config import ConfigError, ModelConfig, read_config
+from jax_impl.problems import listed
 from jax_impl.weights import (
     BYTES,
     AnyConfig,
@@ -35,6 +36,11 @@ _OTHER_BYTES = {"F64": 8, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "F16": 2, "I16
 _MAPPED = 256 << 20  # bytes read from open shards before they are unmapped
 _AROUND = 128 << 10  # bytes that Linux may map beside each read: a 64 KiB window at both ends
 _SHOWN = 20  # problems printed in full; the rest are counted
+FETCH_AGAIN = (
+    "Nothing was loaded. Fetch the named files again, all of one release, with their config.json "
+    f"and {INDEX}."
+)
+CONVERT_AGAIN = "Nothing was loaded. Repair it as said, or convert the released checkpoint again."
 
 
 class CheckpointError(ValueError):
@@ -119,7 +125,7 @@ class Checkpoint:
         consumed, left, more = _ledger(config, table, stored, unread)
         ignored = {n: s for n, s in left.items() if n.startswith(ignored_roots)}
         more += _left_over({n: s for n, s in left.items() if n not in ignored})
-        raise_problems(path, problems + more)
+        raise_problems(path, problems + more, CONVERT_AGAIN if converted else FETCH_AGAIN)
         named = {s.file for s in stored.values()}
         unnamed = sorted(f.name for f in path.glob("*.safetensors") if f.name not in named)
         checkpoint = cls(path, config, table, consumed, ignored, tuple(unnamed), converted)
@@ -156,7 +162,7 @@ class Checkpoint:
                             f"{name}: entry {at} is {tail[bad[0]]:g}, expected zeros from entry "
                             f"{part.shape[0]} on (padding beyond the heads)"
                         )
-        raise_problems(self.path, problems)
+        raise_problems(self.path, problems, CONVERT_AGAIN if self.prepared else FETCH_AGAIN)
 
 
 def is_draft(path: str | Path) -> bool:
@@ -380,10 +386,9 @@ def _differences(config: AnyConfig, name: str, part: Part, dtype: str, found: St
     return problems
 
 
-def raise_problems(path: Path, problems: list[str]) -> None:
-    """Raise one CheckpointError for all problems, if there are any."""
+def raise_problems(path: Path, problems: list[str], do: str) -> None:
+    """Raise one CheckpointError for all problems, if there are any; `do` says what to do."""
     if problems:
-        shown = "".join(f"\n  - {p}" for p in problems[:_SHOWN])
-        more = f"\n  ... and {len(problems) - _SHOWN} more" if len(problems) > _SHOWN else ""
-        count = f"{len(problems)} problem(s) with the checkpoint"
-        raise CheckpointError(f"{path}: {count}:{shown}{more}")
+        more = f"  ... and {len(problems) - _SHOWN} more\n" if len(problems) > _SHOWN else ""
+        count = f"{path}: {len(problems)} problem(s) with the checkpoint"
+        raise CheckpointError(listed(count, problems[:_SHOWN], more + do))

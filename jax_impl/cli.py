@@ -7,29 +7,31 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
 
+from jax_impl.output import SHOWN, Out, run_command
 from jax_impl.processes import ONE_PROCESS, ProcessOptions, is_first, launch
 
 Positional = tyro.conf.Positional
 Preset = Literal["tiny", "synthetic", "tp16", "deep", "big"]
 
 
-def check(checkpoint: Positional[Path], *, checksums: bool = False, json: str | None = None) -> int:
+def check(checkpoint: Positional[Path], output: Out = SHOWN, *, checksums: bool = False) -> int:
     """Validate a checkpoint from its index and headers, without loading it.
 
     Example: k3 check /data/Kimi-K3
 
     Args:
         checkpoint: directory of a target or a drafter, released or prepared.
+        output: where the result goes.
         checksums: also read all data of a prepared checkpoint and compare its checksums.
-        json: write the result to this file ('-' for standard output).
     """
+    output.prepare()
     from jax_impl.checkpoint import is_draft
 
     if is_draft(checkpoint):
@@ -52,7 +54,7 @@ def check(checkpoint: Positional[Path], *, checksums: bool = False, json: str | 
         from jax_impl.convert import run_verify
 
         result["bytes_with_equal_checksums"] = run_verify(found)
-    _emit(result, json, title=f"{checkpoint}: complete")
+    output.deliver(result, f"{checkpoint}: complete", ("", ""), _rows(result))
     return 0
 
 
@@ -90,8 +92,7 @@ class MemoryOptions:
 def memory(
     checkpoint: Positional[Path],
     options: Annotated[MemoryOptions, tyro.conf.arg(name="")] = MemoryOptions(),
-    *,
-    json: str | None = None,
+    output: Out = SHOWN,
 ) -> int:
     """Memory per rank for weights, caches and temporaries, from config.json alone.
 
@@ -100,50 +101,14 @@ def memory(
     Args:
         checkpoint: config.json, or a directory that holds it.
         options: what to estimate for.
-        json: write the result to this file ('-' for standard output).
+        output: where the result goes.
     """
-    from jax_impl import memory as estimates
-    from jax_impl.config import ModelConfig
+    from jax_impl.memory_command import run_memory
 
-    config = ModelConfig.load(checkpoint)
-    settings = estimates.MemorySettings(
-        ranks=options.tp,
-        batch=options.batch,
-        context=options.context,
-        tokens=1 + options.drafts,
-        kv_dtype=options.kv_dtype,
-        router=options.router,
-        experts=options.experts,
-        commit=options.commit,
-        dcp=options.dcp,
-    )
-    result: dict[str, Any] = {}
-    if options.draft is not None or options.drafts:
-        from jax_impl.draft_memory import commit_forms, with_draft
-
-        settings = with_draft(config, settings, options.draft)
-        result["commit_forms"] = commit_forms(config, settings)
-    if options.device_gb is None:
-        found = estimates.estimate(config, settings)
-    else:
-        device = int(options.device_gb * 1e9)
-        found = estimates.require_fit(config, settings, device)
-        result["largest_batch"] = estimates.largest_batch(config, settings, device)
-        result["largest_context"] = estimates.largest_context(config, settings, device)
-    rows = [(what, f"{size / 1e9:12,.3f}", f"{size:,}", why) for what, size, why in found.rows()]
-    size, tensors = estimates.checkpoint_size(config)
-    result |= {"text_bytes": size, "text_tensors": tensors}
-    result["per_rank_bytes"] = {what: size for what, size, _ in found.rows()}
-    for form, sizes in result.get("commit_forms", {}).items():
-        for what, size in sizes.items():
-            how = f"{what.replace('_', ' ')} of one step, all KDA layers"
-            rows.append((f"commit by {form}", f"{size / 1e9:12,.3f}", f"{size:,}", how))
-    _emit(
-        result,
-        json,
-        title=f"one of {options.tp} rank(s)",
-        table=(["what", "GB (1e9)", "bytes", "how"], rows),
-    )
+    output.prepare()
+    result, rows = run_memory(checkpoint, options)
+    columns = ("what", "GB (1e9)", "bytes", "how")
+    output.deliver(result, f"one of {options.tp} rank(s)", columns, rows)
     return 0
 
 
@@ -203,8 +168,7 @@ def generate(
     prompt_ids: str,
     options: Annotated[GenerateOptions, tyro.conf.arg(name="")] = GenerateOptions(),
     processes: Annotated[ProcessOptions, tyro.conf.arg(name="")] = ONE_PROCESS,
-    *,
-    json: str | None = None,
+    output: Out = SHOWN,
 ) -> int:
     """Generate token ids from a prompt of token ids, in one or several processes.
 
@@ -215,21 +179,22 @@ def generate(
         prompt_ids: FILE with ids, or a LIST such as 5,17,101.
         options: how to run.
         processes: which processes run it together.
-        json: write the result to this file ('-' for standard output).
+        output: where the result goes.
     """
+    output.prepare()
 
     def work() -> int:
         from jax_impl.generate import run_generate
 
         result = run_generate(checkpoint, prompt_ids, options)
         if is_first():
-            _emit(result, json, title="generated")
+            output.deliver(result, "generated", ("", ""), _rows(result))
         return 0
 
     return launch(processes, work)
 
 
-def convert(checkpoint: Positional[Path], out: Positional[Path], *, json: str | None = None) -> int:
+def convert(checkpoint: Positional[Path], out: Positional[Path], output: Out = SHOWN) -> int:
     """Write a prepared checkpoint that loads on any number of ranks.
 
     Takes a released target or drafter. Stopped anywhere, the same command goes on; until it has
@@ -240,23 +205,25 @@ def convert(checkpoint: Positional[Path], out: Positional[Path], *, json: str | 
     Args:
         checkpoint: released checkpoint directory.
         out: where to write: absent, empty, or an unfinished conversion of the same checkpoint.
-        json: write the result to this file ('-' for standard output).
+        output: where the result goes.
     """
+    output.prepare()
     if "jax" not in sys.modules:
         # orbax starts JAX, which would claim an accelerator's memory for nothing
         os.environ["JAX_PLATFORMS"] = "cpu"
     from jax_impl.convert import run_convert
 
-    _emit(run_convert(checkpoint, out), json, title=f"{out}: complete")
+    result = run_convert(checkpoint, out)
+    output.deliver(result, f"{out}: complete", ("", ""), _rows(result))
     return 0
 
 
 def make_tiny(
     directory: Positional[Path],
+    output: Out = SHOWN,
     *,
     preset: Preset = "tiny",
     seed: int = 0,
-    json: str | None = None,
 ) -> int:
     """Write a small random checkpoint in the released layout: DIRECTORY/target and /draft.
 
@@ -264,10 +231,11 @@ def make_tiny(
 
     Args:
         directory: where to write; must not hold anything yet.
+        output: where the result goes.
         preset: sizes (see the documentation of `jax_impl.tiny_presets`).
         seed: every value is a function of (seed, tensor name).
-        json: write the result to this file ('-' for standard output).
     """
+    output.prepare()
     from jax_impl.make_tiny import make_checkpoint
 
     made = make_checkpoint(directory, preset, seed)
@@ -275,26 +243,9 @@ def make_tiny(
         (part, *(f"{made[part][key]:,}" for key in ("tensors", "bytes", "shards")))
         for part in ("target", "draft")
     ]
-    table = (["", "tensors", "bytes", "shards"], rows)
-    _emit(made, json, title=f"{directory}: preset {preset}, seed {seed}", table=table)
+    title = f"{directory}: preset {preset}, seed {seed}"
+    output.deliver(made, title, ("", "tensors", "bytes", "shards"), rows)
     return 0
-
-
-def _emit(
-    result: dict[str, Any],
-    json: str | None,
-    *,
-    title: str,
-    table: tuple[list[str], list[tuple[str, ...]]] | None = None,
-) -> None:
-    """Print a result for people, and for machines where `json` says."""
-    from jax_impl.output import print_table, write_json
-
-    if json != "-":
-        columns, rows = table or (["", ""], _rows(result))
-        print_table(title, columns, rows)
-    if json is not None:
-        write_json(json, result)
 
 
 def _rows(result: dict[str, Any], prefix: str = "") -> list[tuple[str, ...]]:
@@ -317,16 +268,8 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Run a command; exit status 0 on success, 1 where a result is bad, 2 on bad input."""
-    started = time.monotonic()
-    try:
-        status = tyro.extras.subcommand_cli_from_dict(
-            COMMANDS, prog="k3", description=__doc__, args=argv
-        )
-    except (ValueError, OSError) as error:  # every error for the user is one of the two
-        print(f"k3: {error}", file=sys.stderr)
-        status = 2
-    except KeyboardInterrupt:
-        print(f"k3: interrupted after {time.monotonic() - started:.0f} s", file=sys.stderr)
-        status = 130
-    raise SystemExit(status)
+    """Run a command and leave with its exit status, see `docs/commands.md`."""
+    parse = partial(
+        tyro.extras.subcommand_cli_from_dict, COMMANDS, prog="k3", description=__doc__, args=argv
+    )
+    raise SystemExit(run_command("k3", parse))

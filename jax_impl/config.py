@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from jax_impl.config_rules import GROUP, collect, flatten, inconsistencies, refusals
+from jax_impl.problems import listed
 
 __all__ = ["GROUP", "ConfigError", "ModelConfig", "RunConfig"]
 
@@ -33,12 +34,16 @@ def read_config(path: str | Path, what: str) -> tuple[Any, Path]:
     try:
         return json.loads(file.read_text()), file
     except FileNotFoundError:
+        below = ", ".join(sorted(p.parent.name for p in file.parent.glob("*/config.json"))[:8])
         raise ConfigError(
             f"{file}: not found. Expected the config.json of {what}; give the directory that "
-            "holds it."
+            "holds it" + (f" (found one in: {below})." if below else ".")
         ) from None
     except (OSError, ValueError, RecursionError) as error:  # ValueError: also undecodable text
-        raise ConfigError(f"{file}: not readable as JSON: {error}") from None
+        raise ConfigError(
+            f"{file}: not readable as JSON: {error}. Expected the config.json of {what}; fetch the "
+            "file again."
+        ) from None
 
 
 @dataclass(frozen=True)
@@ -163,11 +168,15 @@ class ModelConfig:
             ConfigError: listing every unsupported, missing, unknown or inconsistent setting.
         """
         if not isinstance(raw, Mapping):
-            raise ConfigError(f"{source}: expected a JSON object, found {type(raw).__name__}")
+            raise ConfigError(
+                f"{source}: expected a JSON object, found {type(raw).__name__}. Fetch the file "
+                "again."
+            )
         nested = "text_config" in raw
         if nested and raw.get("model_type") != "kimi_k3":
             raise ConfigError(
-                f"{source}: model_type is {raw.get('model_type')!r}, expected 'kimi_k3'"
+                f"{source}: model_type is {raw.get('model_type')!r}, expected 'kimi_k3'. Give the "
+                "directory of a Kimi K3 checkpoint; other architectures are not implemented."
             )
         text = raw["text_config"] if nested else raw
         if not isinstance(text, Mapping) or text.get("model_type") != "kimi_linear":
@@ -185,11 +194,15 @@ class ModelConfig:
             config = cls(**values, weights_prefix="language_model." if nested else "")
             problems = inconsistencies(config, flat)
         if problems:
-            raise ConfigError(
-                f"{source}: {len(problems)} setting(s) that are not implemented or not consistent:"
-                + "".join(f"\n  - {p}" for p in problems)
-            )
+            raise ConfigError(refused(source, problems))
         return config
+
+
+def refused(source: str, problems: list[str]) -> str:
+    """The message of a `config.json` that is not taken."""
+    title = f"{source}: {len(problems)} setting(s) that are not implemented or not consistent"
+    do = "Use the config.json as it was released; other settings would need an implementation."
+    return listed(title, problems, do)
 
 
 def _positive(value: Any) -> bool:
@@ -264,16 +277,19 @@ class RunConfig:
                 "scale (1.0 where the checkpoint gives none)"
             )
         if not self.fp8 and self.kv_scale is not None:
-            problems.append(f"kv_scale: found {self.kv_scale}, but kv_dtype is not float8_e4m3fn")
+            problems.append(
+                f"kv_scale: found {self.kv_scale}, but kv_dtype is not float8_e4m3fn; expected none"
+            )
         if self.mla_norm_eps is not None and not _positive(self.mla_norm_eps):
             problems.append(f"mla_norm_eps: found {self.mla_norm_eps}, expected a positive number")
         if self.dcp != 1 and self.profile == "H":
             problems.append(
                 f"dcp: found {self.dcp} with profile 'H', which rounds the shares of the whole "
-                "context; context parallelism merges partial results as profile 'V' rounds them"
+                "context; expected profile 'V' (context parallelism merges partial results as it "
+                "rounds them), or dcp 1"
             )
         if problems:
-            raise ConfigError("run settings:" + "".join(f"\n  - {p}" for p in problems))
+            raise ConfigError(listed("run settings", problems, "Change these settings."))
 
     @property
     def page_tokens(self) -> int:

@@ -24,15 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
-from rich.progress import Progress as Bar
 
 from jax_impl.checkpoint import Checkpoint, CheckpointError, Reader, is_draft
 from jax_impl.draft_weights import open_draft
@@ -50,6 +41,7 @@ from jax_impl.prepared import (
     sha256,
     verify,
 )
+from jax_impl.progress import byte_bar
 from jax_impl.value_checks import value_check
 
 PARTIAL = ".partial-"  # start of an item's name until it is complete
@@ -127,9 +119,10 @@ def run_convert(path: Path, out: Path) -> dict[str, Any]:
     checkpoint = open_draft(path) if is_draft(path) else Checkpoint.open(path)
     items = plan_items(checkpoint.config, checkpoint.table)
     total = sum(a.stored.nbytes for arrays in items.values() for a in arrays)
+    _refuse_other(checkpoint, Path(out).absolute(), _state(checkpoint))  # before a bar is shown
     try:
-        with _shown("converting", total) as progress:
-            return convert(checkpoint, out, progress)
+        with byte_bar("converting", total) as advance:
+            return convert(checkpoint, out, lambda item, size: advance(size, item))
     except KeyboardInterrupt:
         print(f"stopped; `k3 convert {path} {out}` goes on from here", file=sys.stderr)
         raise
@@ -146,25 +139,16 @@ def run_verify(checkpoint: Checkpoint) -> int:
             f"{checkpoint.path}: a released checkpoint has no checksums; expected a prepared one "
             "(`k3 convert`). Leave out --checksums."
         )
-    with _shown("reading", sum(s.nbytes for s in checkpoint.consumed.values())) as progress:
-        return verify(checkpoint.path, progress)
-
-
-@contextmanager
-def _shown(what: str, total: int) -> Iterator[Progress]:
-    """A bar of bytes on standard error, with the rate, the time left and the item."""
-    columns = (what, BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    item = TextColumn("{task.description}")
-    with Bar(*columns, item, console=Console(stderr=True)) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda item, size: bar.update(task, advance=size, description=item)
+    with byte_bar("reading", sum(s.nbytes for s in checkpoint.consumed.values())) as advance:
+        return verify(checkpoint.path, lambda item, size: advance(size, item))
 
 
 def _state(checkpoint: Checkpoint) -> dict[str, Any]:
     """What identifies the conversion: its source, and what was sampled of it."""
     if checkpoint.prepared:
         raise CheckpointError(
-            f"{checkpoint.path}: is a prepared checkpoint; expected a released one to convert"
+            f"{checkpoint.path}: is a prepared checkpoint; expected a released one to convert. "
+            "Use it as it is, or give the directory it was converted from."
         )
     config = sha256((checkpoint.path / CONFIG).read_bytes())
     return {
@@ -225,8 +209,14 @@ def _refuse_other(checkpoint: Checkpoint, out: Path, state: dict[str, Any]) -> N
 def _locked(out: Path) -> Iterator[None]:
     """Make the directory and keep other conversions out of it."""
     made = not out.exists()
-    out.mkdir(parents=True, exist_ok=True)
-    handle = os.open(out, os.O_RDONLY)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        handle = os.open(out, os.O_RDONLY)
+    except OSError as error:
+        raise CheckpointError(
+            f"{out}: found a place where nothing can be written ({error.strerror}), expected room "
+            "for a directory. Choose another place."
+        ) from None
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield

@@ -11,8 +11,9 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar
 
-from jax_impl.config import ConfigError, ModelConfig, read_config
+from jax_impl.config import ConfigError, ModelConfig, read_config, refused
 from jax_impl.config_rules import fixed_settings, flatten, number, unknown_settings
+from jax_impl.problems import listed
 
 MAX_DRAFTS = 7  # the released drafter was trained with blocks of this length
 
@@ -135,7 +136,7 @@ class DraftConfig:
             found = raw.get("model_type") if isinstance(raw, Mapping) else type(raw).__name__
             raise ConfigError(
                 f"{source}: model_type is {found!r}, expected 'k3_dspark' (a target checkpoint in "
-                "place of the draft?)"
+                "place of the draft?). Give the directory of a DSpark drafter."
             )
         flat = flatten(raw)
         types = {f.name: str(f.type) for f in fields(cls)}
@@ -148,10 +149,7 @@ class DraftConfig:
             config = cls(**values)
             problems = _inconsistencies(config, flat)
         if problems:
-            raise ConfigError(
-                f"{source}: {len(problems)} setting(s) that are not implemented or not consistent:"
-                + "".join(f"\n  - {p}" for p in problems)
-            )
+            raise ConfigError(refused(source, problems))
         return config
 
     def require_target(self, target: ModelConfig) -> None:
@@ -165,11 +163,14 @@ class DraftConfig:
             ("vocab_size", self.vocab_size, target.vocab_size),
             ("target_num_hidden_layers", self.target_num_hidden_layers, target.num_hidden_layers),
         )
-        problems = [f"{n}: draft {own}, target {other}" for n, own, other in pairs if own != other]
+        problems = [
+            f"{n}: draft {own}, expected the target's {other}"
+            for n, own, other in pairs
+            if own != other
+        ]
         if problems:
-            raise ConfigError(
-                "this drafter belongs to another target:" + "".join(f"\n  - {p}" for p in problems)
-            )
+            do = "Give the drafter that was made for this target."
+            raise ConfigError(listed("this drafter belongs to another target", problems, do))
 
 
 def _collect(

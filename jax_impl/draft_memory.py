@@ -8,6 +8,7 @@ from math import prod
 from jax_impl.config import ConfigError, ModelConfig
 from jax_impl.draft_config import DraftConfig
 from jax_impl.memory import MemorySettings
+from jax_impl.problems import listed
 from jax_impl.step_memory import ITEM, commit_buffer_bytes, commit_traffic_bytes
 from jax_impl.weights import BYTES, indivisible
 
@@ -53,9 +54,8 @@ def draft_weight_bytes(config: DraftConfig, ranks: int) -> int:
     table = draft_table(config, ranks)
     problems = indivisible(config, table, ranks)
     if problems:
-        raise ConfigError(
-            f"{ranks} ranks do not divide this drafter:" + "".join(f"\n  - {p}" for p in problems)
-        )
+        do = "Choose another number of ranks, such as 1."
+        raise ConfigError(listed(f"{ranks} ranks do not divide this drafter", problems, do))
     return sum(prod(array.shape(config, ranks)) * BYTES[array.dtype] for array in table)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
 from typing import Any
@@ -125,7 +126,8 @@ class Engine:
             raise EngineError(
                 f"context {self.context}, chunk {chunk}: expected 1..{most} tokens "
                 f"({run.pages} pages of {run.page_tokens}, model limit "
-                f"{config.max_position_embeddings}) and a chunk of at least 1"
+                f"{config.max_position_embeddings}) and a chunk of at least 1; change them, or "
+                "make more pages"
             )
         self.static, self.placement = Static(config, run, placement.ranks), placement
         self.check_replicas = check_replicas
@@ -161,14 +163,18 @@ class Engine:
         """
         self._check_ids(prompt)
         if limit is not None and limit < 1:
-            raise EngineError(f"limit {limit}: expected at least 1 token, or None")
+            raise EngineError(f"limit {limit}: expected at least 1 token; give more, or None")
         if not 0.0 <= temperature < float("inf"):
-            raise EngineError(f"temperature {temperature}: expected 0 (greedy) or above")
+            raise EngineError(
+                f"temperature {temperature}: expected 0 (greedy) or a finite number above; change "
+                "it"
+            )
         if not 0 <= seed < 2**32:
-            raise EngineError(f"seed {seed}: expected 0..{2**32 - 1}")
+            raise EngineError(f"seed {seed}: expected 0..{2**32 - 1}; choose one of these")
         if not self._free_slots:
             raise EngineError(
-                f"all {self.static.run.slots} slots are in use; release a sequence or raise slots"
+                f"all {self.static.run.slots} slots are in use, expected a free one; release a "
+                "sequence or raise slots"
             )
         handle = self._next_handle
         self._next_handle += 1
@@ -242,7 +248,8 @@ class Engine:
                 )
         if len(set(handles)) != len(handles) or not 1 <= len(handles) <= BATCH_BUCKETS[-1]:
             raise EngineError(
-                f"{len(handles)} sequences: expected 1..{BATCH_BUCKETS[-1]} different ones"
+                f"{len(handles)} sequences: expected 1..{BATCH_BUCKETS[-1]} different ones; split "
+                "the batch, and give each handle once"
             )
         return seqs
 
@@ -322,7 +329,10 @@ class Engine:
 
     def _get(self, handle: int) -> Sequence:
         if handle not in self.sequences:
-            raise EngineError(f"no sequence {handle}; live: {sorted(self.sequences)}")
+            raise EngineError(
+                f"no sequence {handle}; expected one of {sorted(self.sequences)}; use what `add` "
+                "returned and `release` has not seen"
+            )
         return self.sequences[handle]
 
     @staticmethod
@@ -339,10 +349,19 @@ class Engine:
 
     def _check_ids(self, ids: Ids[int]) -> None:
         vocab = self.static.config.vocab_size
-        bad = [i for i in ids if int(i) != i or not 0 <= i < vocab]
+        bad = [i for i in ids if not _is_id(i, vocab)]
         if not len(ids) or bad:
             found = "no token ids" if not len(ids) else f"ids outside 0..{vocab - 1}: {bad[:5]}"
-            raise EngineError(f"{found}; expected at least one id of the vocabulary")
+            raise EngineError(
+                f"{found}; expected at least one id of the vocabulary; use this model's tokenizer"
+            )
+
+
+def _is_id(value: Any, vocabulary: int) -> bool:
+    try:
+        return not isinstance(value, bool) and 0 <= operator.index(value) < vocabulary
+    except TypeError:
+        return False
 
 
 def bucket(sequences: int) -> int:

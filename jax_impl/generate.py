@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn
-from rich.progress import TransferSpeedColumn as Rate
 
 from jax_impl.backend import Backend, choose_backend
 from jax_impl.checkpoint import Checkpoint
@@ -21,8 +16,10 @@ from jax_impl.engine import LIMIT, STOP, Engine, describe_device
 from jax_impl.ids import parse_ids
 from jax_impl.loader import load_weights, placed_bytes
 from jax_impl.params import Weights
-from jax_impl.processes import COMPILING, is_first, report
-from jax_impl.sharding import Placement, place_ranks, require_ranks
+from jax_impl.problems import listed, problems_of
+from jax_impl.processes import COMPILING, report
+from jax_impl.progress import activity, byte_bar, count_bar
+from jax_impl.sharding import ONE_DEVICE, Placement, place_ranks, require_ranks
 
 if TYPE_CHECKING:
     from jax_impl.cli import GenerateOptions
@@ -35,7 +32,7 @@ def run_generate(path: Path, prompt: str, options: GenerateOptions) -> dict[str,
         ConfigError, CheckpointError, ValueError: input that cannot be run; before anything is
             loaded where that can be told.
     """
-    checkpoint, ids = Checkpoint.open(path), parse_ids(prompt)
+    checkpoint, ids = Checkpoint.open(path), _ids(prompt)
     run = _settings(checkpoint.config, ids, options)
     require_ranks(checkpoint.config, run, options.tp)
     backend = choose_backend(run, checkpoint.config, options.tp)
@@ -66,31 +63,53 @@ def run_generate(path: Path, prompt: str, options: GenerateOptions) -> dict[str,
     return {"prompt_ids": ids} | found | {"conditions": conditions | found.get("conditions", {})}
 
 
+def _ids(prompt: str) -> list[int]:
+    try:
+        return parse_ids(prompt)
+    except ValueError as error:
+        raise ValueError(f"--prompt-ids: {error}") from None
+
+
 def _settings(config: ModelConfig, ids: list[int], options: GenerateOptions) -> RunConfig:
     """Run settings with just enough pages; refuses what the model cannot do, all at once."""
     # a last verification may write a whole block behind the tokens that are kept
     spare = 0 if options.draft is None else options.drafts + 1
     length = len(ids) + options.steps + spare
     outside = [i for i in ids if i >= config.vocab_size]
-    problems = []
-    if options.steps < 1 or options.chunk < 1:
-        problems.append(f"steps {options.steps}, chunk {options.chunk}: expected at least 1")
+    problems = [
+        f"--{name} {getattr(options, name)}: expected at least 1"
+        for name in ("steps", "chunk")
+        if getattr(options, name) < 1
+    ]
     if length > config.max_position_embeddings:
         problems.append(
             f"{len(ids)} prompt tokens and {options.steps} steps: {length} tokens (drafts "
             f"included), but the model limit is {config.max_position_embeddings}; ask for fewer"
         )
     if outside:
-        problems.append(f"prompt ids outside 0..{config.vocab_size - 1}: {outside[:5]}")
+        problems.append(
+            f"--prompt-ids: {outside[:5]} outside 0..{config.vocab_size - 1}; expected ids of this "
+            "model's tokenizer"
+        )
     if not 0.0 <= options.temperature < float("inf"):
-        problems.append(f"temperature {options.temperature}: expected 0 (greedy) or above")
+        problems.append(f"--temperature {options.temperature}: expected 0 (greedy) or above")
     if not 0 <= options.seed < 2**32:
-        problems.append(f"seed {options.seed}: expected 0..{2**32 - 1}")
+        problems.append(f"--seed {options.seed}: expected 0..{2**32 - 1}")
     if options.draft is None:
         problems += _speculation_without_draft(options)
-    if problems:
-        raise ConfigError("not started:" + "".join(f"\n  - {p}" for p in problems))
-    run = RunConfig(
+    run = None
+    try:
+        run = _run_config(options)
+    except ConfigError as error:
+        problems += problems_of(error)
+    if problems or run is None:
+        do = "Change these; `k3 generate --help` has all options."
+        raise ConfigError(listed("not started", problems, do))
+    return replace(run, pages=run.pages_for(length))
+
+
+def _run_config(options: GenerateOptions) -> RunConfig:
+    return RunConfig(
         profile=options.profile,
         compute=options.compute,
         kv_dtype=options.kv_dtype,
@@ -103,14 +122,14 @@ def _settings(config: ModelConfig, ids: list[int], options: GenerateOptions) -> 
         dcp=options.dcp,
         dcp_interleave=options.dcp_interleave,
     )
-    return replace(run, pages=run.pages_for(length))
 
 
 def _speculation_without_draft(options: GenerateOptions) -> list[str]:
     """Options that would be ignored: a plain run must not pass for a speculative one."""
     usual = type(options)()
     return [
-        f"--{name.replace('_', '-')} {getattr(options, name)}: only with --draft"
+        f"--{name.replace('_', '-')} {getattr(options, name)}: only with --draft; expected a "
+        "drafter"
         for name in ("drafts", "accept", "accept_length", "drafting")
         if getattr(options, name) != getattr(usual, name)
     ]
@@ -176,9 +195,10 @@ def drive(engine: Engine, ids: list[int], options: GenerateOptions) -> Driven:
     sequence, times = engine.sequences[handle], []
     started = time.perf_counter()
     report(0, "prefill (compiles first)", allow=COMPILING)
-    engine.prefill(handle)
+    with activity("compiling, prefill"):
+        engine.prefill(handle)
     first = time.perf_counter() - started
-    with steps_progress(options.steps) as progress:
+    with count_bar("decoding", options.steps) as progress:
         while sequence.failed is None and sequence.finished is None:
             progress(sequence.generated)
             compiles = 0.0 if times else COMPILING
@@ -203,24 +223,16 @@ def not_finite(where: str, done: int) -> ConfigError:
 
 
 def load_with_progress(
-    checkpoint: Checkpoint, run: RunConfig, placement: Placement, more: int = 0
+    checkpoint: Checkpoint,
+    run: RunConfig | None = None,
+    placement: Placement = ONE_DEVICE,
+    more: int = 0,
 ) -> Weights:
     """Load this process's weights, with bytes and rate on standard error."""
-    columns = ("loading", BarColumn(), DownloadColumn(), Rate(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True, quiet=not is_first())) as bar:
-        task = bar.add_task("", total=placed_bytes(checkpoint, placement))
+    with byte_bar("loading", placed_bytes(checkpoint, placement)) as advance:
 
         def placed(size: int) -> None:
-            bar.advance(task, size)
+            advance(size, "")
             report(None, "loading weights")
 
         return load_weights(checkpoint, placed, run, placement, more)
-
-
-@contextmanager
-def steps_progress(total: int) -> Iterator[Callable[[int], None]]:
-    """A bar of generated tokens on standard error."""
-    columns = ("decoding", BarColumn(), "{task.completed}/{task.total}")
-    with Progress(*columns, console=Console(stderr=True, quiet=not is_first())) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda done: bar.update(task, completed=done)

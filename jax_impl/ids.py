@@ -14,23 +14,34 @@ def parse_ids(text: str) -> list[int]:
     """
     source = "the list"
     if not text.strip():
-        raise ValueError("no token ids given; expected FILE or a list such as 1,2,3")
+        raise ValueError("no token ids given; expected FILE or a list such as 1,2,3; give one")
     first = text.strip()[0]
     if not (first.isdigit() or first == "[") or Path(text).is_file():
         path = Path(text)
         if not path.is_file():
-            raise ValueError(f"{text!r} is neither an existing file nor a list such as 1,2,3")
+            raise ValueError(
+                f"found {text!r}, expected an existing file or a list such as 1,2,3; check the "
+                "name, or give the ids themselves"
+            )
         try:
             text, source = path.read_text(), str(path)
         except (OSError, UnicodeDecodeError) as error:
-            raise ValueError(f"{path}: not readable as text: {error}") from None
+            raise ValueError(
+                f"{path}: not readable as text: {error}; expected token ids; choose another file"
+            ) from None
     try:
         if text.strip().startswith("["):
             ids = json.loads(text)
         else:
             ids = [int(part) for part in text.replace(",", " ").split()]
     except ValueError as error:
-        raise ValueError(f"{source}: not token ids: {error}") from None
+        raise ValueError(
+            f"{source}: not token ids: {error}; expected whole numbers such as 1,2,3; a text must "
+            "be tokenized first"
+        ) from None
     if not ids or not all(isinstance(i, int) and not isinstance(i, bool) and i >= 0 for i in ids):
-        raise ValueError(f"{source}: expected a non-empty flat list of non-negative integers")
+        raise ValueError(
+            f"{source}: found {str(ids)[:60]}, expected a non-empty flat list of non-negative "
+            "integers; correct it"
+        )
     return ids

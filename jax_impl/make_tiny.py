@@ -291,7 +291,8 @@ def plan(
 ) -> Plan:
     """The whole checkpoint without its values: cheap, touches no file."""
     if preset not in PRESETS:
-        raise ValueError(f"preset {preset!r} is not known; expected one of {', '.join(PRESETS)}")
+        known = ", ".join(PRESETS)
+        raise ValueError(f"preset {preset!r} is not known; expected one of {known}; choose one")
     chosen = PRESETS[preset]
     text = text_config(chosen.target, overrides)
     target = target_tensors(text, chosen.target)
@@ -307,7 +308,10 @@ def plan(
 def _partition(tensors: list[Tensor], shards: int) -> list[list[Tensor]]:
     """Cuts the tensors, in the order of their names, into shards of about equal size."""
     if not 1 <= shards <= len(tensors):
-        raise ValueError(f"shards = {shards}; expected 1 to {len(tensors)}, the number of tensors")
+        raise ValueError(
+            f"shards = {shards}; expected 1 to {len(tensors)}, the number of tensors; choose "
+            "another"
+        )
     left, size = sum(t.nbytes for t in tensors), 0
     parts: list[list[Tensor]] = [[]]
     for position, tensor in enumerate(sorted(tensors, key=lambda t: t.name)):
@@ -363,7 +367,13 @@ def make_checkpoint(
         )
     made = plan(preset, shards=shards, overrides=overrides)
     parent = directory.absolute().parent
-    parent.mkdir(parents=True, exist_ok=True)
+    try:
+        parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"{directory}: found {parent}, where no directory can be made ({error.strerror}); "
+            "expected a place for one; choose another"
+        ) from None
     with tempfile.TemporaryDirectory(prefix=f".{directory.name}.partial-", dir=parent) as scratch:
         new = Path(scratch) / "new"
         _write_target(new / "target", made, seed)

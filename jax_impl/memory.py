@@ -14,6 +14,7 @@ from math import prod
 from typing import Literal
 
 from jax_impl.config import ConfigError, ModelConfig, RunConfig
+from jax_impl.problems import listed
 from jax_impl.step_memory import (
     ITEM,
     attention_buffer_bytes,
@@ -28,6 +29,7 @@ from jax_impl.weights import (
     Part,
     WeightArray,
     checkpoint_tensors,
+    choose_ranks,
     indivisible,
     layers_of,
     local_shape,
@@ -111,7 +113,7 @@ class MemorySettings:
         if not problems and self.dcp not in (1, self.ranks):
             problems.append(f"dcp: found {self.dcp}, expected 1 or the ranks, {self.ranks}")
         if problems:
-            raise ConfigError("memory settings:" + "".join(f"\n  - {p}" for p in problems))
+            raise ConfigError(listed("memory settings", problems, "Change these settings."))
 
     @property
     def stored_context(self) -> int:
@@ -220,12 +222,8 @@ def weight_bytes(config: ModelConfig, settings: MemorySettings) -> tuple[int, in
     copied = _LATENT_PROJECTIONS if settings.router == "copied" else ()
     problems = indivisible(config, table, settings.ranks, layout, copied)
     if problems:
-        raise ConfigError(
-            f"{settings.ranks} ranks do not divide this model:"
-            + "".join(f"\n  - {p}" for p in problems)
-            + "\nChoose another number of ranks"
-            + (", or experts 'ep'." if layout == "tp" else ".")
-        )
+        do = choose_ranks(config, table, layout, copied)
+        raise ConfigError(listed(f"{settings.ranks} ranks do not divide this model", problems, do))
     experts = others = 0
     for array in table:
         layers = 1 if array.kind == "root" else len(layers_of(config, array.kind))
@@ -268,7 +266,7 @@ def estimate(config: ModelConfig, settings: MemorySettings = MemorySettings()) -
     if s.context > config.max_position_embeddings:
         raise ConfigError(
             f"context: found {s.context:,}, the model allows at most "
-            f"{config.max_position_embeddings:,} tokens"
+            f"{config.max_position_embeddings:,} tokens; ask for fewer"
         )
     experts, others = weight_bytes(config, s)
     state, window = state_bytes(config, s.ranks, s.compute)

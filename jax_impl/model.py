@@ -121,10 +121,10 @@ def feed_forward(
     if _is(w, Dense):
         return backend.dense(static, w, y), {}
     chosen = backend.route(static, w, y)
-    routed, shared = backend.experts(static, w, chosen)
-    delta = backend.moe_out(static, w, routed, shared)
+    routed = backend.experts(static, w, chosen)
+    delta = backend.moe_out(static, w, routed, chosen.shared)
     outputs = {"latent": chosen.latent, "ids": chosen.ids, "weights": chosen.weights}
-    return delta, outputs | {"routed": routed, "shared": shared}
+    return delta, outputs | {"routed": routed, "shared": chosen.shared}
 
 
 def forward(

@@ -5,10 +5,79 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import tyro
+
+from jax_impl.progress import be_quiet
+
+BAD_INPUT, INTERRUPTED = 2, 130  # exit statuses; 0 is success, 1 a result that is bad
+
+
+@dataclass(frozen=True)
+class Output:
+    """Where the result of a command goes.
+
+    Attributes:
+        json: write the result to this file ('-' for standard output, in place of the table).
+        quiet: no table and no progress; errors still come, and what --json asks for.
+    """
+
+    json: str | None = None
+    quiet: bool = False
+
+    @property
+    def talks(self) -> bool:
+        """Whether a table goes to standard output."""
+        return not self.quiet and self.json != "-"
+
+    def prepare(self, *problems: str) -> None:
+        """Begin a command: refuse what cannot be written before the work, set quietness.
+
+        Raises:
+            ValueError: the result cannot be written, or there are other `problems`; says all.
+        """
+        be_quiet(self.quiet)
+        if found := [*unwritable("--json", self.json), *problems]:
+            raise ValueError("\n".join(found))
+
+    def deliver(
+        self, result: Any, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
+    ) -> None:
+        """The table for people, and the result for machines."""
+        if self.talks:
+            print_table(title, columns, rows)
+        if self.json is not None:
+            write_json(self.json, result)
+
+
+SHOWN = Output()
+Out = Annotated[Output, tyro.conf.arg(name="")]  # the type of the option in a command line
+
+
+def called(module: str) -> str:
+    """How a command line of `module` was called: by its script, or as a module."""
+    script = Path(sys.argv[0]).name
+    return script if script == f"k3-{module}" else f"python -m {module}"
+
+
+def run_command(program: str, command: Callable[[], int]) -> int:
+    """Run a command; its exit status, `BAD_INPUT` or `INTERRUPTED`, with one message."""
+    started = time.monotonic()
+    try:
+        return command()
+    except (ValueError, OSError) as error:  # every error for the user is one of the two
+        print(f"{program}: {error}", file=sys.stderr)
+        return BAD_INPUT
+    except KeyboardInterrupt:
+        print(f"{program}: interrupted after {time.monotonic() - started:.0f} s", file=sys.stderr)
+        return INTERRUPTED
 
 
 def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -23,6 +92,25 @@ def print_table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]
     for row in rows:
         table.add_row(*row)
     console.print(table)
+
+
+def unwritable(option: str, target: str | Path | None) -> list[str]:
+    """What keeps a file from being written, found before the work; `-` and None need none."""
+    if target is None or str(target) == "-":
+        return []
+    file = Path(target)
+    parent = next(d for d in file.absolute().parents if d.exists())
+    other = "choose another place"
+    if file.is_dir():
+        return [f"{option}: {file} is a directory, expected the name of a file; {other}"]
+    if not parent.is_dir():
+        return [f"{option}: {parent} is a file, expected a directory; {other}"]
+    try:
+        with tempfile.TemporaryFile(dir=parent):
+            return []
+    except OSError as error:
+        found = f"cannot write in {parent}: {error.strerror}"
+        return [f"{option}: {found}, expected a place that can be written; {other}"]
 
 
 def write_json(target: str, result: Any) -> None:
@@ -41,7 +129,9 @@ def write_text(path: Path, text: str) -> None:
         ValueError: nothing can be written there; says why.
     """
     if path.is_dir():
-        raise ValueError(f"{path}: is a directory; expected the name of a file to write")
+        raise ValueError(
+            f"{path}: is a directory; expected the name of a file to write; choose another place"
+        )
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -29,6 +29,7 @@ import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy)
 import numpy as np
 
 from jax_impl.checkpoint import (
+    CONVERT_AGAIN,
     INDEX,
     SINGLE,
     CheckpointError,
@@ -290,7 +291,7 @@ def verify(path: str | Path, progress: Progress | None = None) -> int:
     ]
     if problems:
         problems.insert(0, f"{len(problems)} array(s) are damaged. {_repair(path)}")
-    raise_problems(path, problems)
+    raise_problems(path, problems, CONVERT_AGAIN)
     return sum(array.nbytes for arrays in items.values() for array in arrays)
 
 

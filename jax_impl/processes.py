@@ -20,6 +20,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from jax_impl.problems import listed
+
 WORKER_VARIABLE = "K3_WORKER_STATUS_FD"  # marks a worker; its value is the pipe to the launcher
 BEAT_S = 1.0
 COMPILING = 1800.0  # `allow` of a report before a step that is compiled first
@@ -109,7 +111,9 @@ def find_processes(
     if not missing:
         problems += _out_of_range(*given.values())
     if problems:
-        raise ProcessError("processes:" + "".join(f"\n  - {p}" for p in problems))
+        raise ProcessError(
+            listed("processes", problems, "Change these; docs/multi_process.md has runs.")
+        )
     if missing or given["--num-processes"] == 1:
         return None
     return Processes(*given.values())  # type: ignore[arg-type]

@@ -26,7 +26,8 @@ from jax_impl.config import ConfigError, ModelConfig, RunConfig
 from jax_impl.draft_config import DraftConfig
 from jax_impl.draft_weights import DraftWeights, draft_from_arrays, draft_table
 from jax_impl.params import Weights, from_arrays
-from jax_impl.weights import Experts, WeightArray, indivisible, weight_table
+from jax_impl.problems import listed
+from jax_impl.weights import Experts, WeightArray, choose_ranks, indivisible, weight_table
 
 AXIS = "tp"
 # call without the check of varying axes -> (reason, numeric test in its place)
@@ -93,8 +94,8 @@ def place_ranks(tp: int, run: RunConfig = RunConfig()) -> Placement:  # noqa: B0
             f"tp {tp}: {len(devices)} device(s) in {jax.process_count()} process(es) found; "
             f"expected one device per rank"
             + (", all of them used" if jax.process_count() > 1 else "")
-            + ". Start more processes, or on a CPU emulate devices with "
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={tp}"
+            + f". Ask for fewer ranks, start more processes, or on a CPU emulate {tp} devices "
+            f"(--local-devices {tp}, or JAX_NUM_CPU_DEVICES={tp})"
         )
     mesh = Mesh(np.array(devices[:tp]), (AXIS,))
     return Placement(Ranks(tp, AXIS), mesh, experts=run.experts)
@@ -109,18 +110,15 @@ def require_ranks(
         ConfigError: listing everything that does not divide, with its numbers.
     """
     if type(ranks) is not int or ranks < 1:
-        raise ConfigError(f"tp {ranks!r}: expected a whole number of ranks, at least 1")
+        raise ConfigError(f"tp {ranks!r}: expected a whole number of ranks, at least 1; change it")
     problems = indivisible(config, weight_table(config), ranks, run.experts)
     if draft is not None:
         problems += [f"drafter: {p}" for p in indivisible(draft, draft_table(draft, ranks), ranks)]
     if run.dcp not in (1, ranks):
         problems.append(f"dcp {run.dcp}: expected 1 or the number of ranks, {ranks}")
     if problems:
-        raise ConfigError(
-            f"{ranks} rank(s) do not fit this model:"
-            + "".join(f"\n  - {p}" for p in problems)
-            + "\nChoose another number of ranks or other run settings."
-        )
+        do = choose_ranks(config, weight_table(config), run.experts)
+        raise ConfigError(listed(f"{ranks} rank(s) do not fit this model", problems, do))
 
 
 def spec(cut: int | None) -> P:

@@ -89,7 +89,10 @@ class SpeculativeEngine(Engine):
         if context is None:
             context = min(run.tokens_in(run.pages), config.max_position_embeddings, most)
         if context > most:
-            raise EngineError(f"context {context}: the drafter has positions for {most} tokens")
+            raise EngineError(
+                f"context {context}: the drafter has positions for {most} tokens, expected no "
+                "more; make the context smaller"
+            )
         super().__init__(
             config, run, weights, backend, chunk=chunk, context=context, placement=placement,
             check_replicas=check_replicas, draft_config=draft_config,

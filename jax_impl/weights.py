@@ -140,6 +140,17 @@ def indivisible(
     return list(dict.fromkeys(problems))
 
 
+def choose_ranks(
+    c: AnyConfig,
+    table: tuple[WeightArray, ...],
+    experts: Experts = "tp",
+    copied: tuple[str, ...] = (),
+) -> str:
+    """What to do where ranks do not divide a model: the numbers up to 64 that do."""
+    fitting = [n for n in range(1, 65) if not indivisible(c, table, n, experts, copied)]
+    return f"Choose a number of ranks that divides all of it: {', '.join(map(str, fitting))}."
+
+
 def layers_of(c: AnyConfig, kind: str) -> tuple[int, ...]:
     """0-based layer numbers that hold the arrays of `kind`, in stacking order."""
     every = range(c.num_hidden_layers)

@@ -64,7 +64,7 @@ STAGE_OF = {
     "ids": "route",
     "weights": "route",
     "routed": "experts",
-    "shared": "experts",
+    "shared": "route",
 }
 
 

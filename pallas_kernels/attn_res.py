@@ -18,9 +18,6 @@ and kept in registers. Their sums meet twice, for the scores and for the norm: e
 own into the shared memory of all CTAs (see `cluster_sum.push`).
 
 The weights are [D] each, or with `layer` stacks [L, D] of which that row is meant.
-
-With `prefetch` further clusters ask for layers of weight stacks to be brought towards L2, for
-kernels that come later.
 """
 
 from __future__ import annotations
@@ -48,14 +45,10 @@ class Tuning:
     Attributes:
         parts: CTAs per row, a cluster; D / parts is one of `SPANS`.
         eager: read all rows of the bank at once, before `count` is known, instead of only `count`.
-        prefetchers: clusters that only prefetch.
-        prefetch_bytes: that they ask for at most.
     """
 
     parts: int = 7
     eager: bool = True
-    prefetchers: int = 8
-    prefetch_bytes: int = 16 << 20
 
 
 def default_tuning(rows: int, d: int) -> Tuning:
@@ -75,7 +68,6 @@ def limits(
     delta: jax.Array,
     *,
     shared: jax.Array | None = None,
-    prefetch: Sequence[tuple[jax.Array, int | jax.Array]] = (),
     tuning: Tuning | None = None,
 ) -> list[str]:
     """Unmet conditions, each with what was found and what is expected."""
@@ -102,7 +94,7 @@ def limits(
     if shared is not None:
         common.expect(out, "shape of shared", shared.shape, (n, d), shared.shape == (n, d))
         common.expect(out, "dtype of shared", shared.dtype, "float32", shared.dtype == f32)
-    return out + common.prefetch_limits(prefetch)
+    return out
 
 
 def _rounded(x: jax.Array) -> jax.Array:
@@ -160,20 +152,17 @@ def attn_res(
     snapshot: bool = False,
     shared: jax.Array | None = None,
     layer: int | jax.Array | None = None,
-    prefetch: Sequence[tuple[jax.Array, int | jax.Array]] = (),
     tuning: Tuning | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """x, the new prefix and the snapshots; see the module's docstring.
-
-    `prefetch` holds stacks [L, ..] and the layer of each that later kernels read.
 
     Raises:
         ValueError: `limits` are not met.
     """
     n, d = prefix.shape
     t = tuning or default_tuning(n, d)
-    reasons = limits(prefix, snapshots, delta, shared=shared, prefetch=prefetch, tuning=t)
+    reasons = limits(prefix, snapshots, delta, shared=shared, tuning=t)
     common.require(reasons, "attn_res")
     two, stacked = shared is not None, layer is not None
     form = _Form(n, d, eps, reset, snapshot, two, stacked, t, interpret)
@@ -183,7 +172,7 @@ def attn_res(
         "k3_attn_res",
         interpret=interpret,
         out_type=[rows, rows],
-        **_cut(form, snapshots.shape[1], bool(prefetch)),
+        **_cut(form, snapshots.shape[1]),
     )
     flat = (-1,) if layer is None else (-1, d)
     weights = [w.reshape(flat) for w in (res_norm, res_proj, norm)]
@@ -191,24 +180,22 @@ def attn_res(
         weights.append(common.layer_operand(layer))
     deltas = (delta,) if shared is None else (delta, shared)
     held = jax.new_ref(snapshots) if snapshot else snapshots
-    operands = prefix, held, common.layer_operand(count), *weights, *deltas
-    x, new = call(*operands, *common.prefetch_operands(prefetch))
+    x, new = call(prefix, held, common.layer_operand(count), *weights, *deltas)
     return x, new, jax.freeze(held) if snapshot else snapshots
 
 
-def _cut(form: _Form, bank: int, prefetch: bool) -> dict[str, Any]:
+def _cut(form: _Form, bank: int) -> dict[str, Any]:
     """Grid, cluster and scratch memory."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     t, f32, sums = form.t, jnp.float32, 2 * bank + 2
-    clusters = form.rows + (t.prefetchers if prefetch else 0)
     warps = cluster_sum.WARPS * t.parts
     scratch = dict(
         score_parts=plgpu.SMEM((warps, sums), f32),
         norm_parts=plgpu.SMEM((warps, 1), f32),
         totals=plgpu.SMEM((sums,), f32),
     )
-    cut: dict[str, Any] = dict(grid=(clusters,), grid_names=("row",), scratch_types=scratch)
+    cut: dict[str, Any] = dict(grid=(form.rows,), grid_names=("row",), scratch_types=scratch)
     if form.interpret:  # has no clusters: the parts are warpgroups of one CTA
         scratch["ready"] = plgpu.Barrier(num_barriers=2, num_arrivals=t.parts)
         return cut | dict(num_threads=t.parts, thread_name="part")
@@ -236,16 +223,12 @@ class _Form:
 
 
 def _body(form: _Form) -> Any:
-    from jax.experimental import pallas as pl
-
-    t = form.t
-
     def body(
         prefix,  # bf16 [N, D]
         snapshots,  # bf16 [N, J, D]
         count,  # i32 [1]
         *others,  # weights bf16 [D] or [L, D] and layer i32 [1], delta [N, D], shared f32 [N, D],
-        # operands of the prefetch, x and new bf16 [N, D]
+        # x and new bf16 [N, D]
         score_parts,  # f32 [warps, 2 (J + 1)]: sums of every warp of the row
         norm_parts,  # f32 [warps, 1]
         totals,  # f32 [2 (J + 1)]
@@ -253,14 +236,9 @@ def _body(form: _Form) -> Any:
     ):
         row, part = lax.axis_index("row"), lax.axis_index("part")
         weights, outputs = others[: 3 + form.stacked], others[-2:]
-        others = others[3 + form.stacked : -2]
-        deltas, prefetched = others[: 1 + form.two], others[1 + form.two :]
-        inputs = prefix, snapshots, count, deltas, weights
+        inputs = prefix, snapshots, count, others[3 + form.stacked : -2], weights
         scratch = score_parts, norm_parts, totals, ready
-        pl.when(row < form.rows)(lambda: _one_row(form, row, part, inputs, outputs, scratch))
-        share, shares = (row - form.rows) * t.parts + part, t.prefetchers * t.parts
-        ahead = t.prefetch_bytes, form.interpret
-        pl.when(row >= form.rows)(lambda: common.prefetch_layers(prefetched, share, shares, *ahead))
+        _one_row(form, row, part, inputs, outputs, scratch)
 
     return body
 

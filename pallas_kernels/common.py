@@ -6,8 +6,6 @@ lowering semantics; the default changed between JAX versions, so `params` always
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -147,88 +145,6 @@ def layer_operand(layer: int | jax.Array) -> jax.Array:
 def round_up(n: int, multiple: int) -> int:
     """The smallest multiple that is not below `n`."""
     return -(-n // multiple) * multiple
-
-
-def prefetch_limits(prefetch: Sequence[tuple[jax.Array, Any]]) -> list[str]:
-    """Unmet conditions of stacks that `prefetch_operands` is to take."""
-    out: list[str] = []
-    for i, (stack, _) in enumerate(prefetch):
-        name = f"prefetch[{i}]"
-        expect(out, f"rank of {name}", stack.ndim, "2 or more (layers, ..)", stack.ndim >= 2)
-        if stack.ndim >= 2:
-            size = _row_bytes(stack)
-            expect(out, f"row of {name}", f"{size} bytes", "a multiple of 16", size % 16 == 0)
-    return out
-
-
-def _row_bytes(stack: Any) -> int:
-    return math.prod(stack.shape[2:]) * jnp.dtype(stack.dtype).itemsize
-
-
-def prefetch_operands(prefetch: Sequence[tuple[jax.Array, Any]]) -> list[jax.Array]:
-    """Kernel operands for `prefetch_layers`: for each stack [L, rows, ..] its layer, then itself.
-
-    Stacking the numbers would be another kernel.
-    """
-    return [operand for stack, layer in prefetch for operand in (layer_operand(layer), stack)]
-
-
-def prefetch_layers(
-    operands: Sequence[Any], share: Any, shares: int, most: int, interpret: bool
-) -> None:
-    """One of `shares` equal parts of the stacks' layers towards L2, `most` bytes in all at most.
-
-    `operands` are the refs of `prefetch_operands`; the stacks are taken in their order. Of a layer
-    that is larger than what is left every row's beginning is taken, because a product starts with
-    all rows at once.
-    """
-    for layer, stack in zip(operands[::2], operands[1::2], strict=True):
-        rows, size = stack.shape[1], _row_bytes(stack)
-        piece = min(size, most // rows // _LINE_BYTES * _LINE_BYTES)
-        most -= rows * piece
-        if piece:
-            prefetch_l2(stack.at[layer[0]], piece, share, shares, interpret)
-
-
-def prefetch_l2(ref: Any, piece: int, share: Any, shares: int, interpret: bool) -> None:
-    """The first `piece` bytes of each row towards L2, for one of `shares` equal parts of the rows.
-
-    A hint: nothing waits for it, and nothing depends on it. The interpreter does nothing. The last
-    parts may overlap. `ref` is global and contiguous, [rows, ..].
-    """
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    if interpret:
-        return
-    rows = ref.shape[0]
-    per = -(-rows // shares)
-    size = math.prod(ref.shape[1:]) * jnp.dtype(ref.dtype).itemsize
-
-    def code(_: Any, part: Any) -> None:
-        reg = Registers()
-        text = _PREFETCH.replace("ROWS", str(per)).replace("SIZE", str(size))
-        text = text.replace("PIECE", str(piece))
-        for at in range(0, per, 128):
-            row = reg.add(reg.thread(), at)
-            reg.ptx(text, row, reg.global_address(part), volatile=True)
-
-    start = jnp.minimum(share * per, rows - per)
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(code)(ref.at[pl.ds(start, per)])
-
-
-_LINE_BYTES = 128  # what L2 fetches at once
-# $0 row, $1 address of the first
-_PREFETCH = """
-{
-.reg .pred in;
-.reg .b64 at;
-setp.lt.u32 in, $0, ROWS;
-mul.wide.u32 at, $0, SIZE;
-add.u64 at, at, $1;
-@in cp.async.bulk.prefetch.L2.global [at], PIECE;
-}
-"""
 
 
 def literal(value: float) -> str:

@@ -28,6 +28,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from pallas_kernels import common, mxfp4
@@ -213,15 +214,13 @@ def experts(
     *,
     width: int,
     betas: tuple[float, float],
-    wide: bool = True,
     units: Units | None = None,
     tuning: Tuning | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """The routed sum [N, Z] f32, see the module's docstring. `width` is m of this rank.
 
-    `wide` False is faster and takes scale bytes up to 128 only; the caller has looked. `units` are
-    those of the ids, if they are known already.
+    `units` are those of the ids, if they are known already.
 
     Raises:
         ValueError: `limits` are not met.
@@ -230,7 +229,7 @@ def experts(
     t = tuning or default_tuning(latent.shape[0], width)
     experts_here = w2.shape[1] // (latent.shape[1] // mxfp4.ROWS)
     units = units or plan(ids, experts_here, interpret=interpret)
-    same: dict[str, Any] = dict(wide=wide, tuning=t, interpret=interpret)
+    same: dict[str, Any] = dict(tuning=t, interpret=interpret)
     n, z = latent.shape
     h = gate_up(latent, units, w13, layer, k=ids.shape[1], width=width, betas=betas, **same)
     r = down(h, units, w2, layer, rows=n, latent=z, **same)
@@ -247,18 +246,17 @@ def gate_up(
     k: int,
     width: int,
     betas: tuple[float, float],
-    wide: bool,
     tuning: Tuning,
     interpret: bool = False,
 ) -> jax.Array:
-    """H [U, m/32, 8, 32] bf16 = SiTU(W13 x) of every unit, as `mxfp4.multiply` reads it."""
+    """H [U, m/32, 8, 32] bf16 = SiTU(W13 x) of every unit, as `mxfp4.multiply` reads it, lifted."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     n, z = latent.shape
     t, wgs = tuning, tuning.warpgroups
     bf16, f32 = jnp.bfloat16, jnp.float32
     call = common.kernel(
-        _gate_up_body(n, z, k, width, betas, t, wide, interpret),
+        _gate_up_body(n, z, k, width, betas, t, interpret),
         "k3_experts_gate_up",
         interpret=interpret,
         out_type=jax.ShapeDtypeStruct((units.table.shape[0], width // HALF, COLUMNS, HALF), bf16),
@@ -285,7 +283,6 @@ def _gate_up_body(
     width: int,
     betas: tuple[float, float],
     t: Tuning,
-    wide: bool,
     interpret: bool,
 ) -> Any:
     from jax.experimental import pallas as pl
@@ -361,7 +358,7 @@ def _gate_up_body(
                 at = wg * steps + j
                 plgpu.barrier_wait(full.at[at])
                 operand = xs.at[pl.ds(at * (BLOCK // 32), BLOCK // 32)]
-                acc = mxfp4.multiply(acc, ws.at[at], operand, BLOCK, wide=wide, interpret=interpret)
+                acc = mxfp4.multiply(acc, ws.at[at], operand, BLOCK, interpret=interpret)
                 pl.when(more)(lambda: issue(following, j))
                 return acc
 
@@ -388,7 +385,8 @@ def _situ_of_sums(sums: Any, wgs: int, betas: tuple[float, float]) -> jax.Array:
         ]
         return sum(parts[1:], parts[0]).astype(jnp.bfloat16).astype(jnp.float32)
 
-    return situ_f32(total(0), total(HALF), *betas).astype(jnp.bfloat16)
+    # a power of two: rounding before or after is the same
+    return (situ_f32(total(0), total(HALF), *betas) * mxfp4.LIFT).astype(jnp.bfloat16)
 
 
 def _stage_gathered(
@@ -407,7 +405,7 @@ def _stage(
     interpret: bool,
     count: jax.Array | None = None,
 ) -> None:
-    """Put this warpgroup's part of K of some rows of x into `xs`, in the tensor core's order."""
+    """This warpgroup's part of K of some rows of x to `xs`, lifted, in the tensor core's order."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -415,7 +413,8 @@ def _stage(
         source = x.at[row, pl.ds(wg * per, per)]
         target = xs.at[pl.ds(wg * (per // 32), per // 32)]
         if interpret:
-            target[:, c] = mxfp4.operand_order(source[...][None])[:, 0]
+            lifted = source[...] * jnp.bfloat16(mxfp4.LIFT)
+            target[:, c] = mxfp4.operand_order(lifted[None])[:, 0]
             return
         call = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
         call(lambda _, a, b: _stage_registers(a, b, c, per))(source, target)
@@ -446,13 +445,15 @@ prmt.b32 p0, r0, r2, 0x5410;
 prmt.b32 p1, r0, r2, 0x7632;
 prmt.b32 p2, r1, r3, 0x5410;
 prmt.b32 p3, r1, r3, 0x7632;
-shr.u32 at, $0, 4;
-shl.b32 at, at, 2;
-and.b32 t, $0, 3;
-add.u32 at, at, t;
+mov.b32 t, LIFT;
+mul.rn.bf16x2 p0, p0, t;
+mul.rn.bf16x2 p1, p1, t;
+mul.rn.bf16x2 p2, p2, t;
+mul.rn.bf16x2 p3, p3, t;
+shr.u32 at, $0, 2;
 shl.b32 at, at, 9;
-and.b32 t, $0, 12;
-shl.b32 t, t, 2;
+and.b32 t, $0, 3;
+shl.b32 t, t, 4;
 add.u32 at, at, t;
 add.u32 at, at, $2;
 @in st.shared.v4.b32 [at+COLUMN], {p0, p1, p2, p3};
@@ -464,8 +465,10 @@ def _stage_registers(source: Any, target: Any, column: int, per: int) -> None:
     reg = common.Registers()
     thread = reg.thread()
     base, address = reg.shared_address(target), reg.global_address(source)
+    lift = f"0x{(int(np.float32(mxfp4.LIFT).view(np.uint32)) >> 16) * 0x10001:08X}"
     text = _STAGE.replace("COUNT", str(per // 8)).replace("COLUMN", str(64 * column))
-    for first in range(0, per // 8, 128):  # 8 numbers: block v / 16, q = v / 4 % 4, word v % 4
+    text = text.replace("LIFT", lift)
+    for first in range(0, per // 8, 128):  # 8 numbers: v / 4 of the 32 each, q = v % 4
         reg.ptx(text, reg.add(thread, first), address, base, volatile=True)
 
 
@@ -477,7 +480,6 @@ def down(
     *,
     rows: int,
     latent: int,
-    wide: bool,
     tuning: Tuning,
     interpret: bool = False,
 ) -> jax.Array:
@@ -491,7 +493,7 @@ def down(
     span = t.down_tiles * mxfp4.ROWS
     lines = mxfp4.tile_lines(width)
     call = common.kernel(
-        _down_body(rows, pairs, latent, width, t, wide, interpret),
+        _down_body(rows, pairs, latent, width, t, interpret),
         "k3_experts_down",
         interpret=interpret,
         out_type=jax.ShapeDtypeStruct((pairs, latent), bf16),
@@ -509,9 +511,7 @@ def down(
     return call(h, units.count, units.table, w2, common.layer_operand(layer))
 
 
-def _down_body(
-    n: int, pairs: int, z: int, width: int, t: Tuning, wide: bool, interpret: bool
-) -> Any:
+def _down_body(n: int, pairs: int, z: int, width: int, t: Tuning, interpret: bool) -> Any:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -576,11 +576,11 @@ def _down_body(
                 lines = pl.ds(k0 // 64 * mxfp4.TAIL_LINES, size // 64 * mxfp4.TAIL_LINES)
                 operand = hs.at[slot, pl.ds(k0 // 32, size // 32)]
                 acc = mxfp4.multiply(
-                    acc, ws.at[slot, tile, lines], operand, size, wide=wide, interpret=interpret
+                    acc, ws.at[slot, tile, lines], operand, size, interpret=interpret
                 )
             return acc
 
         lax.fori_loop(0, mine, item_step, None)
-        plgpu.wait_smem_to_gmem(0)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     return body

@@ -467,7 +467,7 @@ def _body(s: _Shape, eps: float, lower_bound: float, interpret: bool) -> Any:
             c.each(lambda t: _finish(c, t, k, outs, eps, heads))
             if s.commit:
                 pl.when(wg == 0)(lambda: _store_window(c, window, here, count))
-                plgpu.wait_smem_to_gmem(0)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         def pad():
             c.each(lambda t: _zeros(c, t, heads, records))

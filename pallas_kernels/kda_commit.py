@@ -1,11 +1,11 @@
 """State and window of all KDA layers after the accepted tokens of a verification; in place.
 
     update, key, g f32 [L, B, T, H, K] as `kda.kda` records them; raw bf16 [L, B, T, 3P]
-    state f32 [L, S, H, V, K] and window bf16 [L, S, taps - 1, 3P], the whole stacks
+    state f32 [L', S, H, V, K] and window bf16 [L', S, taps - 1, 3P], the whole stacks, L' >= L
 
 For each live sequence its first `count` tokens, 0..T: S <- S exp(g) + update key^T, all f32, and
 the window becomes the last taps - 1 raw projections up to there. Count 0 leaves both as they are
-(of a sequence without history: zeros). Pad rows (slot < 0) touch nothing.
+(of a sequence without history: zeros). Pad rows (slot < 0) and layers beyond L are left alone.
 
 One CTA per layer, sequence and head; its warpgroups take 64 rows of the state each.
 """
@@ -40,9 +40,11 @@ def limits(
         common.expect(out, f"shape of {name}", array.shape, wanted, array.shape == wanted)
     wanted = (layers, batch, tokens, 3 * heads * WIDTH)
     common.expect(out, "shape of raw", raw.shape, wanted, raw.shape == wanted)
-    wanted = (layers, state.shape[1], heads, WIDTH, WIDTH)
+    held = state.shape[0]
+    wanted = (held, state.shape[1], heads, WIDTH, WIDTH)
     common.expect(out, "shape of state", state.shape, wanted, state.shape == wanted)
-    common.expect(out, "layers of window", window.shape[0], layers, window.shape[0] == layers)
+    common.expect(out, "layers of state", held, f"at least {layers}", held >= layers)
+    common.expect(out, "layers of window", window.shape[0], held, window.shape[0] == held)
     same = raw.dtype == window.dtype == jnp.bfloat16
     common.expect(out, "dtypes of raw, window", (raw.dtype, window.dtype), "bfloat16", same)
     return out
@@ -60,19 +62,20 @@ def reference(
     """The same in plain jnp."""
     past = (rows.slot >= 0) & (rows.position > 0)
     slot = jnp.maximum(rows.slot, 0)
-    s = jnp.where(past[None, :, None, None, None], state[:, slot], 0.0)
+    layers = update.shape[0]
+    s = jnp.where(past[None, :, None, None, None], state[:layers, slot], 0.0)
     for t in range(update.shape[2]):
         new = s * jnp.exp(g[:, :, t])[:, :, :, None]
         new = new + update[:, :, t, :, :, None] * key[:, :, t, :, None]
         s = jnp.where((t < rows.count)[None, :, None, None, None], new, s)
-    before = jnp.where(past[None, :, None, None], window[:, slot], 0)
+    before = jnp.where(past[None, :, None, None], window[:layers, slot], 0)
     history = jnp.concatenate([before, raw], axis=2)
     at = rows.count[:, None] + jnp.arange(window.shape[2])
     kept = jnp.take_along_axis(history, at[None, :, :, None], axis=2)
     target = jnp.where(rows.slot >= 0, rows.slot, state.shape[1])
     return (
-        state.at[:, target].set(s, mode="drop"),
-        window.at[:, target].set(kept, mode="drop"),
+        state.at[:layers, target].set(s, mode="drop"),
+        window.at[:layers, target].set(kept, mode="drop"),
     )
 
 
@@ -189,7 +192,7 @@ def _body(tokens: int, before: int) -> Any:
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(states.at[wg], mine)
             pl.when(wg == 0)(keep_window)
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         pl.when(slot >= 0)(work)
 

@@ -291,7 +291,7 @@ def _body(s: _Sizes, width: int, dtype: Any, even: bool) -> Any:
                     sequence, token = divmod(i, s.tokens)
                     target = y.at[sequence, token * s.heads + head, pl.ds(tile * TILE, TILE)]
                     plgpu.copy_smem_to_gmem(ys.at[i], target)
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         def cache_rows():  # one warpgroup only: `jnp.sum` has one scratch place
             first = (cta - s.heads * s.tiles) * GROUP
@@ -317,7 +317,7 @@ def _body(s: _Sizes, width: int, dtype: Any, even: bool) -> Any:
                     tail = cache.at[*at, pl.ds(s.latent, TILE)]
                     plgpu.copy_smem_to_gmem(new_tails.at[i], tail)
 
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         def laid(ref: Any) -> jax.Array:
             layout = plgpu.Layout.WG_STRIDED(

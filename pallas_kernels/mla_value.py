@@ -256,7 +256,7 @@ def _body(s: _Sizes, t: Tuning) -> Any:
             plgpu.commit_smem()
             rows = pl.ds(first, t.rows)
             plgpu.copy_smem_to_gmem(ys.at[pl.ds(0, t.rows)], y.at[rows, columns])
-            plgpu.wait_smem_to_gmem(0)
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     return body
 

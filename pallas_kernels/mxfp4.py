@@ -1,25 +1,30 @@
-"""The packed layout of MXFP4 expert weights, and its decode on Hopper.
+"""The packed layout of MXFP4 expert weights, and their product on Hopper's tensor cores.
 
 A matrix [64 T, K] of E2M1 codes with one E8M0 scale byte per 32 of K becomes T tiles of 64 rows.
 A tile is one run of bytes: for each 128 of K a block of 4096 code bytes and 256 scale bytes, and,
-where K = 64 mod 128, a last block of half the size. The bytes are those of the checkpoint in
+where K = 64 mod 128, a last block of half the size. The bits are those of the checkpoint in
 another order, so one array serves both backends (`unpack` gives the checkpoint's order back).
 
 Order inside a block of 128, for the 128 threads of a warpgroup (warp w, g = lane / 4, q = lane % 4;
 the tensor core wants rows 16 w + g and 16 w + 8 + g there):
 
-    codes   [half, w, g, q, 16 bytes]   row 16 w + 8 half + g, its scale group q of the block
-    scales  [w, g, q, half]
+    codes   [half, w, g, q, word]   row 16 w + 8 half + g; word i: 8 codes from k = 32 i + 8 q on
+    scales  [w, g, half, group]
 
-and of a block of 64: codes [w, g, q, half, 8 bytes] (half a group each), scales [w, g, q / 2,
-half]. A thread so reads 16 bytes at a time, all of one scale group, without bank conflicts, and
-one TMA copy of contiguous bytes brings a block.
+and of a block of 64, which has two words and groups: codes [w, g, q, half, word], scales as above.
+A thread so reads 16 bytes at a time without bank conflicts, one TMA copy of contiguous bytes brings
+a block, and the four lanes of a row hold one scale group at a time: the scale belongs to the
+products' sum, not to each weight.
 
-Along K the tensor core sees another order than the checkpoint (`k_order`): word i of lane q holds
-eight neighbours, and its nibbles p and p + 4 become one pair of bf16 numbers (e = 0, 1). The other
-operand, 8 columns of K numbers, is stored as the lanes want it: for each 32 positions [column, q,
-p, e] (`operand_order`), so that a lane's share of a block is 16 bytes four times. A sum over K
-does not care about its order.
+Inside a word the bits stand (`mixed`) so that one shift and one mask bring codes p and p + 4 to the
+two halves of a register, sign at bit 15 and magnitude at bits 6..8: as bf16 numbers the values
+times 2^-126, exactly, the code for 0.5 being a subnormal number there. Only p = 3 takes one
+operation more.
+
+For this the other operand holds its numbers times `LIFT`, a power of two that keeps the products
+normal: exact for all scale bytes 0..254, and for operands from about 2^-60 to 2^63. It has 8
+columns of K numbers, stored as the lanes want them: for each 32 of K [column, q, p, e]
+(`operand_order`; natural index 8 q + 4 e + p), so that a lane's share of 32 is 16 bytes.
 
 The products are `mma.sync` m16n8k16, not wgmma: with 8 columns wgmma wins nothing, and its
 registers would have to be waited for before the next block could be decoded.
@@ -27,6 +32,7 @@ registers would have to be waited for before the next block could be decoded.
 
 from __future__ import annotations
 
+from functools import reduce
 from typing import Any
 
 import jax
@@ -41,6 +47,7 @@ GROUP = 32  # weights per scale byte
 LINE = 32  # 32-bit words of one line: tiles are stored as lines of 128 bytes
 BLOCK_LINES = 34  # of a block of 128: 32 lines of codes, 2 of scales
 TAIL_LINES = 17
+LIFT = 2.0**64  # of the operand's numbers
 
 
 def tile_lines(k: int) -> int:
@@ -50,27 +57,49 @@ def tile_lines(k: int) -> int:
 
 def k_order(k: int) -> np.ndarray:
     """Position in the tensor core's order -> natural index along K."""
-    out = []
-    for first in range(0, k - k % 128, 128):
-        natural = np.arange(128).reshape(4, 4, 2, 4)  # q, word, e, p
-        out.append(first + natural.transpose(1, 3, 0, 2).reshape(-1))
-    if k % 128:
-        natural = np.arange(64).reshape(4, 2, 2, 4)
-        out.append(k - 64 + natural.transpose(1, 3, 0, 2).reshape(-1))
-    return np.concatenate(out).astype(np.int32)
+    natural = np.arange(k).reshape(k // GROUP, 4, 2, 4)  # group, q, e, p
+    return natural.transpose(0, 3, 1, 2).reshape(-1).astype(np.int32)
 
 
 def operand_order(x: jax.Array) -> jax.Array:
-    """bf16 [8, K] in natural order -> [K/32, 8, 32] as `multiply` reads it; K a multiple of 128."""
+    """bf16 [8, K] in natural order -> [K/32, 8, 32] as `multiply` reads it, but for `LIFT`."""
     n, k = x.shape
-    parts = x.reshape(n, k // 128, 4, 4, 2, 4)  # column, block, q, word, e, p
-    return parts.transpose(1, 3, 0, 2, 5, 4).reshape(k // 32, n, 32)
+    parts = x.reshape(n, k // GROUP, 4, 2, 4)  # column, group, q, e, p
+    return parts.transpose(1, 0, 2, 4, 3).reshape(k // GROUP, n, GROUP)
 
 
 def unit_rows(k: int) -> np.ndarray:
     """Natural indices along K in the order [K/32, 32] of one column of the operand."""
     order = k_order(k).reshape(-1, 4, 4, 2)  # 32 positions each: p, q, e
-    return order.transpose(0, 2, 1, 3).reshape(-1, 32)
+    return order.transpose(0, 2, 1, 3).reshape(-1, GROUP)
+
+
+# bits m, e0, e1, s of code p (and, 16 above, of code p + 4) in a packed word
+_BITS = ((0, 1, 2, 9), (4, 5, 6, 13), (10, 11, 12, 19), (14, 7, 8, 15))
+_MOVES: dict[int, int] = {}  # rotation to the left -> mask of the bits that it moves
+for _p, _places in enumerate(_BITS):
+    for _bit, _place in enumerate(_places):
+        for _e in (0, 16):
+            _from, _to = 4 * _p + _bit + _e, (_place + _e) % 32
+            _turn = (_to - _from) % 32
+            _MOVES[_turn] = _MOVES.get(_turn, 0) | 1 << _from
+
+
+def _rotated(words: jax.Array, left: int) -> jax.Array:
+    return words << left | words >> (32 - left) if left else words
+
+
+def mixed(words: jax.Array) -> jax.Array:
+    """Eight codes u32, lowest first -> the bits in the order of a packed word."""
+    parts = [_rotated(words & np.uint32(mask), turn) for turn, mask in _MOVES.items()]
+    return reduce(jnp.bitwise_or, parts)
+
+
+def unmixed(words: jax.Array) -> jax.Array:
+    """The inverse of `mixed`."""
+    masks = [(turn, (mask << turn | mask >> (32 - turn)) % 2**32) for turn, mask in _MOVES.items()]
+    parts = [_rotated(words & np.uint32(mask), -turn % 32) for turn, mask in masks]
+    return reduce(jnp.bitwise_or, parts)
 
 
 def pack(packed: jax.Array, scale: jax.Array) -> jax.Array:
@@ -78,52 +107,52 @@ def pack(packed: jax.Array, scale: jax.Array) -> jax.Array:
     lead, (rows, half_k) = packed.shape[:-2], packed.shape[-2:]
     k, t = 2 * half_k, rows // ROWS
     full, tail = k // 128, k % 128 // 64
-    code = packed.reshape(*lead, t, 4, 2, 8, half_k)  # warp, half, g
-    byte = scale.reshape(*lead, t, 4, 2, 8, k // GROUP)
+    words = lax.bitcast_convert_type(jnp.reshape(packed, (*lead, rows, k // 8, 4)), jnp.uint32)
+    words = mixed(words).reshape(*lead, t, 4, 2, 8, k // 8)  # warp, half, g
+    scale = jnp.reshape(scale, (*lead, t, 4, 2, 8, k // GROUP))
     n = len(lead) + 1
     order = tuple(range(n))
     parts = []
-    if full:
-        c = code[..., : 64 * full].reshape(*lead, t, 4, 2, 8, full, 4, 16)
-        c = c.transpose(*order, n + 3, n + 1, n, n + 2, n + 4, n + 5)
-        s = byte[..., : 4 * full].reshape(*lead, t, 4, 2, 8, full, 4)
-        s = s.transpose(*order, n + 3, n, n + 2, n + 4, n + 1)
-        both = [c.reshape(*lead, t, full, 4096), s.reshape(*lead, t, full, 256)]
-        parts.append(jnp.concatenate(both, -1).reshape(*lead, t, full * BLOCK_LINES * 128))
-    if tail:
-        c = code[..., 64 * full :].reshape(*lead, t, 4, 2, 8, 4, 8)
-        c = c.transpose(*order, n, n + 2, n + 3, n + 1, n + 4)
-        s = byte[..., 4 * full :].transpose(*order, n, n + 2, n + 3, n + 1)
-        parts += [c.reshape(*lead, t, 2048), s.reshape(*lead, t, 128)]
-    joined = jnp.concatenate(parts, -1).reshape(*lead, t, tile_lines(k), LINE, 4)
-    return lax.bitcast_convert_type(joined, jnp.uint32)
+    for blocks, groups, first in ((full, 4, 0), (tail, 2, 4 * full)):
+        if not blocks:
+            continue
+        last = first + blocks * groups
+        c = words[..., 4 * first : 4 * last].reshape(*lead, t, 4, 2, 8, blocks, groups, 4)
+        # warp, half, g, block, word, q -> as the module's docstring has it
+        inner = (n + 1, n, n + 2, n + 5, n + 4) if groups == 4 else (n, n + 2, n + 5, n + 1, n + 4)
+        c = c.transpose(*order, n + 3, *inner).reshape(*lead, t, blocks, -1)
+        s = scale[..., first:last].reshape(*lead, t, 4, 2, 8, blocks, groups)
+        s = s.transpose(*order, n + 3, n, n + 2, n + 1, n + 4).reshape(*lead, t, blocks, -1, 4)
+        both = jnp.concatenate([c, lax.bitcast_convert_type(s, jnp.uint32)], -1)
+        parts.append(both.reshape(*lead, t, -1))
+    return jnp.concatenate(parts, -1).reshape(*lead, t, tile_lines(k), LINE)
 
 
 def unpack(tiles: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
     """The inverse of `pack`: codes u8 [.., 64 T, K/2], scales u8 [.., 64 T, K/32]."""
     lead, t = tiles.shape[:-3], tiles.shape[-3]
     full, tail = k // 128, k % 128 // 64
-    data = lax.bitcast_convert_type(tiles, jnp.uint8).reshape(*lead, t, -1)
+    data = tiles.reshape(*lead, t, -1)
     n = len(lead) + 1
     order = tuple(range(n))
     codes, scales = [], []
-    if full:
-        blocks = data[..., : full * BLOCK_LINES * 128].reshape(*lead, t, full, -1)
-        c = blocks[..., :4096].reshape(*lead, t, full, 2, 4, 8, 4, 16)
-        c = c.transpose(*order, n + 2, n + 1, n + 3, n, n + 4, n + 5)
-        s = blocks[..., 4096:].reshape(*lead, t, full, 4, 8, 4, 2)
-        s = s.transpose(*order, n + 1, n + 4, n + 2, n, n + 3)
-        codes.append(c.reshape(*lead, t * ROWS, 64 * full))
-        scales.append(s.reshape(*lead, t * ROWS, 4 * full))
-    if tail:
-        block = data[..., full * BLOCK_LINES * 128 :]
-        c = block[..., :2048].reshape(*lead, t, 4, 8, 4, 2, 8)
-        c = c.transpose(*order, n, n + 3, n + 1, n + 2, n + 4)
-        s = block[..., 2048:].reshape(*lead, t, 4, 8, 2, 2)
-        s = s.transpose(*order, n, n + 3, n + 1, n + 2)
-        codes.append(c.reshape(*lead, t * ROWS, 32))
-        scales.append(s.reshape(*lead, t * ROWS, 2))
-    return jnp.concatenate(codes, -1), jnp.concatenate(scales, -1)
+    for blocks, groups, first in ((full, 4, 0), (tail, 2, full * BLOCK_LINES * LINE)):
+        if not blocks:
+            continue
+        size = groups * TAIL_LINES // 2 * LINE
+        part = data[..., first : first + blocks * size].reshape(*lead, t, blocks, size)
+        c, s = part[..., : groups * 256], part[..., groups * 256 :]
+        dims = (2, 4, 8, 4, groups) if groups == 4 else (4, 8, 4, 2, groups)
+        inner = (n + 2, n + 1, n + 3, n, n + 5, n + 4)
+        if groups == 2:  # block, warp, g, q, half, word
+            inner = (n + 1, n + 4, n + 2, n, n + 5, n + 3)
+        c = c.reshape(*lead, t, blocks, *dims).transpose(*order, *inner)
+        codes.append(c.reshape(*lead, t * ROWS, -1))
+        s = lax.bitcast_convert_type(s, jnp.uint8).reshape(*lead, t, blocks, 4, 8, 2, groups)
+        s = s.transpose(*order, n + 1, n + 3, n + 2, n, n + 4)
+        scales.append(s.reshape(*lead, t * ROWS, -1))
+    whole = lax.bitcast_convert_type(unmixed(jnp.concatenate(codes, -1)), jnp.uint8)
+    return whole.reshape(*lead, t * ROWS, k // 2), jnp.concatenate(scales, -1)
 
 
 def values(codes: jax.Array, byte: jax.Array) -> jax.Array:
@@ -150,95 +179,109 @@ def decode_twin(lines: jax.Array, k: int) -> jax.Array:
     `k` 128 or 64: one block. Word by word as the registers see it, not through `unpack`.
     """
     words = lines.reshape(-1)
-    per = k // 32  # words per thread and row
+    per = k // GROUP  # words per thread and row
     body, scale = words[: k * 8], words[k * 8 :]
     byte = (scale[:, None] >> (jnp.arange(4, dtype=jnp.uint32) * 8)) & 0xFF
-    if k == 128:
-        grid = body.reshape(2, 128, per)  # half, thread, word
-        byte = byte.reshape(128, 2).T
-    else:
-        grid = body.reshape(128, 2, per).transpose(1, 0, 2)
-        byte = jnp.repeat(byte.reshape(64, 2).T, 2, axis=1)
-    nibble = (grid[..., None] >> (jnp.arange(8, dtype=jnp.uint32) * 4)) & 0xF  # n = 4 e + p
-    decoded = values(nibble, byte[..., None, None])
+    byte = byte.reshape(32, 2, per).transpose(1, 0, 2)  # half, (warp, g), group
+    byte = jnp.repeat(byte, 4, axis=1)
+    pairs = body.reshape(128, 2, per).transpose(1, 0, 2)
+    grid = body.reshape(2, 128, per) if k == 128 else pairs  # half, thread, word
+    registers = _spread_twin(grid)  # [half, thread, word, p]
+    halves = jnp.stack([registers & 0xFFFF, registers >> 16], axis=-2)  # [.., e, p]
+    codes = (halves >> 12 & 8) | (halves >> 6 & 7)
+    decoded = values(codes, byte[..., None, None])
     # [half, (warp, g, q), word, e, p] -> row (warp, half, g), position (word, p, q, e)
     decoded = decoded.reshape(2, 4, 8, 4, per, 2, 4).transpose(1, 0, 2, 4, 6, 3, 5)
     return decoded.reshape(ROWS, k)
 
 
-# Nibbles p and p + 4 of a word, one per 16-bit half: sign to bit 15, magnitude to bits 6..8 by one
-# multiplication (it runs beside the logic unit), which as bf16 is the value times 2^-126.
+def _spread_twin(words: jax.Array) -> jax.Array:
+    """`_SPREAD` in plain jnp: u32 [.., 4]."""
+    mask = np.uint32(0x81C081C0)
+    last = (words & np.uint32(0x81808180)) | ((words >> 8) & np.uint32(0x00400040))
+    return jnp.stack([words << 6 & mask, words << 2 & mask, _rotated(words, 28) & mask, last], -1)
+
+
+# codes p and p + 4 of word $SOURCE as a register of two bf16 numbers, times 2^-126
 _SPREAD = """
-shr.b32 h, $4, 8;
-and.b32 a0, $4, 0x000F000F;
-and.b32 a1, $4, 0x00F000F0;
-and.b32 a2, h, 0x000F000F;
-and.b32 a3, h, 0x00F000F0;
-mul.lo.u32 a0, a0, 0x1040;
-mul.lo.u32 a1, a1, 0x0104;
-mul.lo.u32 a2, a2, 0x1040;
-mul.lo.u32 a3, a3, 0x0104;
-and.b32 a0, a0, 0x81C081C0;
-and.b32 a1, a1, 0x81C081C0;
-and.b32 a2, a2, 0x81C081C0;
-and.b32 a3, a3, 0x81C081C0;
+shl.b32 R0, SOURCE, 6;
+shl.b32 R1, SOURCE, 2;
+shf.r.wrap.b32 R2, SOURCE, SOURCE, 4;
+shr.u32 R3, SOURCE, 8;
+and.b32 R0, R0, 0x81C081C0;
+and.b32 R1, R1, 0x81C081C0;
+and.b32 R2, R2, 0x81C081C0;
+and.b32 R3, R3, 0x00400040;
+lop3.b32 R3, SOURCE, 0x81808180, R3, 0xEA;
 """
-_DECLARE = "{\n.reg .b32 h, a0, a1, a2, a3;\n"
-_UP = "".join(f"mul.rn.bf16x2 a{p}, a{p}, $6;\n" for p in range(4))
-_SCALED = "".join(f"mul.rn.bf16x2 ${p}, a{p}, $5;\n" for p in range(4)) + "}"
-# Two exact multiplications, by 2^126 and by the scale; or, for scale bytes up to 128, one by their
-# product, which beyond would overflow.
-_WIDE = _DECLARE + _SPREAD + _UP + _SCALED
-_NARROW = _DECLARE + _SPREAD + _SCALED
-# A scale byte s in both halves as bf16 2^(s - 127): s << 7, and the subnormal 2^-127 for s = 0.
-_WIDE_SCALE = "{ .reg .b32 t; prmt.b32 t, $1, 0, SELECT; shr.b32 t, t, 1; max.u16x2 $0, t, $2; }"
-# The same times 2^126: (s + 126) << 7.
-_NARROW_SCALE = "{ .reg .b32 t; prmt.b32 t, $1, 0, SELECT; shr.b32 t, t, 1; add.u32 $0, t, $2; }"
-_SELECT = ("0x0404", "0x1414")  # byte 0 or 1 to the upper byte of both halves
-NARROW_LIMIT = 128  # largest scale byte of the narrow form
-
-
-_MMA = (
-    "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
-    " {$0, $1, $2, $3}, {$4, $5, $6, $7}, {$8, $9}, {$10, $11, $12, $13};"
+_MMA = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {d0, d1, d2, d3},"
+# $0..$3 sums, of rows g and g + 8, from $12..$15; $4, $5 words of these rows; $6..$9 operand;
+# $10, $11 their scale bytes, of which GROUP's is used: 2^(s - 127), subnormal for s = 0
+_GROUP = (
+    "{\n.reg .b32 a0, a1, a2, a3, b0, b1, b2, b3, s, t;\n.reg .f32 d0, d1, d2, d3, z;\n"
+    + "".join(
+        _SPREAD.replace("SOURCE", word).replace("R", name)
+        for word, name in (("$4", "a"), ("$5", "b"))
+    )
+    + f"""
+mov.f32 z, 0f00000000;
+{_MMA} {{a0, b0, a1, b1}}, {{$6, $7}}, {{z, z, z, z}};
+{_MMA} {{a2, b2, a3, b3}}, {{$8, $9}}, {{d0, d1, d2, d3}};
+SHIFT s, $10, COUNT;
+SHIFT t, $11, COUNT;
+and.b32 s, s, 0x7F800000;
+and.b32 t, t, 0x7F800000;
+max.u32 s, s, 0x00400000;
+max.u32 t, t, 0x00400000;
+mul.rn.f32 d0, d0, DROP;
+fma.rn.f32 d0, d0, s, $12;
+mul.rn.f32 d1, d1, DROP;
+fma.rn.f32 d1, d1, s, $13;
+mul.rn.f32 d2, d2, DROP;
+fma.rn.f32 d2, d2, t, $14;
+mul.rn.f32 d3, d3, DROP;
+fma.rn.f32 d3, d3, t, $15;
+mov.f32 $0, d0;
+mov.f32 $1, d1;
+mov.f32 $2, d2;
+mov.f32 $3, d3;
+}}
+"""
 )
+_SHIFTS = (("shl.b32", 23), ("shl.b32", 15), ("shl.b32", 7), ("shr.u32", 1))
 _LOAD4 = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4];"
-_LOAD_SCALE = "{ .reg .b16 s; ld.shared.b16 s, [$1]; cvt.u32.u16 $0, s; }"
+_LOAD2 = "ld.shared.v2.b32 {$0, $1}, [$2];"
+_LOAD_HALVES = "{ .reg .b32 v; ld.shared.b32 v, [$2]; mov.b32 $0, v; shr.u32 $1, v, 16; }"
 
 
-def _multiply_registers(acc: Any, block: Any, operand: Any, k: int, wide: bool) -> Any:
+def _multiply_registers(acc: Any, block: Any, operand: Any, k: int) -> Any:
     reg = common.Registers()
     thread, base = reg.thread(), reg.shared_address(block)
     at = reg.add(base, reg.mul(thread, 16))
+    row = reg.ptx("shr.u32 $0, $1, 2;", thread, results=1)[0]
     if k == 128:
         words = [
             reg.ptx(_LOAD4, reg.add(at, half * 2048), results=4, volatile=True) for half in (0, 1)
         ]
-        scale_at = reg.add(reg.add(base, 4096), reg.mul(thread, 2))
+        scale_at = reg.add(reg.add(base, 4096), reg.mul(row, 8))
+        scales = reg.ptx(_LOAD2, scale_at, results=2, volatile=True)
     else:
         four = reg.ptx(_LOAD4, at, results=4, volatile=True)
         words = [four[:2], four[2:]]
-        pair = reg.ptx("and.b32 $0, $1, 0xFFFFFFFE;", thread, results=1)[0]  # 2 (thread / 2)
-        scale_at = reg.add(reg.add(base, 2048), pair)
-    (both,) = reg.ptx(_LOAD_SCALE, scale_at, results=1, volatile=True)
+        scale_at = reg.add(reg.add(base, 2048), reg.mul(row, 4))
+        scales = reg.ptx(_LOAD_HALVES, scale_at, results=2, volatile=True)
     reg.barrier()  # every warp has read the block: it may be overwritten
-    text, scale_text = (_WIDE, _WIDE_SCALE) if wide else (_NARROW, _NARROW_SCALE)
-    bias = reg.constant(0x00400040 if wide else 0x3F003F00)
-    up = (reg.constant(0x7E807E80),) if wide else ()
-    factors = [
-        reg.ptx(scale_text.replace("SELECT", select), both, bias, results=1)[0]
-        for select in _SELECT
-    ]
     lane = reg.ptx("and.b32 $0, $1, 31;", thread, results=1)[0]
     x_at = reg.add(reg.shared_address(operand), reg.mul(lane, 16))
     flat = acc.registers.reshape(2)
     sums = [v for half in (0, 1) for v in reg.pair(flat[half])]
-    for i in range(k // 32):
+    for i in range(k // GROUP):
         x = reg.ptx(_LOAD4, reg.add(x_at, 512 * i), results=4, volatile=True)
-        a = [reg.ptx(text, words[half][i], factors[half], *up, results=4) for half in (0, 1)]
-        for p in (0, 2):
-            rows = a[0][p], a[1][p], a[0][p + 1], a[1][p + 1]
-            sums = reg.ptx(_MMA, *rows, x[p], x[p + 1], *sums, results=4, kind=reg.f32)
+        shift, count = _SHIFTS[i]
+        text = _GROUP.replace("SHIFT", shift).replace("COUNT", str(count))
+        text = text.replace("DROP", common.literal(2.0**126 / LIFT))
+        both = words[0][i], words[1][i]
+        sums = reg.ptx(text, *both, *x, *scales, *sums, results=4, kind=reg.f32)
     out = np.empty(acc.registers.shape, dtype=object)
     out.reshape(2)[:] = [reg.paired(*sums[:2]), reg.paired(*sums[2:])]
     return reg.fa.FragmentedArray(_registers=out, _layout=acc.layout, _is_signed=None)
@@ -251,12 +294,10 @@ def zeros() -> jax.Array:
     return plgpu.layout_cast(jnp.zeros((ROWS, 8), jnp.float32), plgpu.Layout.WGMMA)
 
 
-def multiply(
-    acc: jax.Array, block: Any, operand: Any, k: int, *, wide: bool, interpret: bool
-) -> jax.Array:
+def multiply(acc: jax.Array, block: Any, operand: Any, k: int, *, interpret: bool) -> jax.Array:
     """Acc f32 [64, 8] plus the product of one block, k = 128 or 64, with `operand` [k/32, 8, 32].
 
-    Both are shared-memory refs. `wide` False takes scale bytes up to 128 only. The block may be
+    Both are shared-memory refs; the operand holds its numbers times `LIFT`. The block may be
     overwritten when this returns: all warps of the warpgroup have read it. The interpreter, which
     has no register code, runs the same sum on `decode_twin`.
     """
@@ -266,16 +307,12 @@ def multiply(
         w, x = decode_twin(block[...], k), operand[...]
         plgpu.commit_smem()  # the barrier, in the form the interpreter knows
         # [column, q, p, e] of each 32 -> positions (word, p, q, e)
-        x = x.reshape(k // 32, 8, 4, 4, 2).transpose(1, 0, 3, 2, 4).reshape(8, k)
-        return acc + jnp.einsum(
-            "nk,ck->nc",
-            w.astype(jnp.float32),
-            x.astype(jnp.float32),
-            precision=lax.Precision.HIGHEST,
-        )
+        x = x.reshape(k // GROUP, 8, 4, 4, 2).transpose(1, 0, 3, 2, 4).reshape(8, k)
+        w, x = w.astype(jnp.float32), x.astype(jnp.float32) / LIFT
+        return acc + jnp.einsum("nk,ck->nc", w, x, precision=lax.Precision.HIGHEST)
     layout = plgpu.Layout.WGMMA
     call = plgpu.inline_mgpu(
         arg_types=(layout, plgpu.RefType(), plgpu.RefType()),
         return_type=plgpu.ShapeDtypeStruct((ROWS, 8), jnp.float32, layout=layout),
     )
-    return call(lambda _, *args: _multiply_registers(*args, k, wide))(acc, block, operand)
+    return call(lambda _, *args: _multiply_registers(*args, k))(acc, block, operand)

@@ -63,15 +63,17 @@ class Projection:
         """Columns of y."""
         return self.rows if self.situ is None else self.rows // 2
 
-    def kind(self, tile: int) -> _Kind:
+    def kind(self, tile: int) -> Kind:
         """The same without arrays, for tiles of that many rows."""
         out = jnp.bfloat16 if self.situ is not None else self.out_dtype
         tiles = -(-self.rows // tile)
-        return _Kind(self.rows, self.columns, tile, tiles, jnp.dtype(out), self.situ, self.copies)
+        return Kind(self.rows, self.columns, tile, tiles, jnp.dtype(out), self.situ, self.copies)
 
 
 @dataclass(frozen=True)
-class _Kind:
+class Kind:
+    """A product without its arrays: rows and tiles of w, what is done to the sums."""
+
     rows: int
     columns: int
     tile: int
@@ -230,7 +232,7 @@ def _one(norm: jax.Array, layer: int | jax.Array) -> jax.Array:
     return norm[layer] if norm.ndim == 2 else norm
 
 
-def _finished(y: jax.Array, kind: _Kind) -> jax.Array:
+def _finished(y: jax.Array, kind: Kind) -> jax.Array:
     """What is done to the complete f32 sums, in plain jnp."""
     if kind.situ is not None:
         gate, up = jnp.split(lax.reduce_precision(y, 8, 7), 2, axis=-1)
@@ -304,7 +306,7 @@ def _interpreted(
     x: jax.Array,
     ws: list[jax.Array],
     layer: int | jax.Array,
-    kinds: tuple[_Kind, ...],
+    kinds: tuple[Kind, ...],
     norm: tuple[jax.Array, float] | None,
     t: Tuning,
 ) -> list[jax.Array]:
@@ -322,7 +324,7 @@ def _interpreted(
     x = jnp.pad(x, ((0, width - m), (0, 0)), constant_values=jnp.nan)
     ws = [jnp.pad(w, ((0, 0), (0, -w.shape[1] % TILE), (0, 0))) for w in ws]
     padded = tuple(
-        _Kind(w.shape[1], w.shape[1], q.tile, q.tiles, q.dtype, q.situ)
+        Kind(w.shape[1], w.shape[1], q.tile, q.tiles, q.dtype, q.situ)
         for w, q in zip(ws, kinds, strict=True)
     )
     shapes = [jax.ShapeDtypeStruct((t.splits, width, q.columns), jnp.float32) for q in padded]
@@ -340,7 +342,7 @@ def _interpreted(
 def _build(
     k: int,
     width: int,
-    kinds: tuple[_Kind, ...],
+    kinds: tuple[Kind, ...],
     t: Tuning,
     shapes: list[jax.ShapeDtypeStruct],
     eps: float | None,
@@ -348,8 +350,7 @@ def _build(
 ) -> Any:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    bf16, f32 = jnp.bfloat16, jnp.float32
-    ring = t.warpgroups * t.stages
+    f32 = jnp.float32
     tiles = sum(kind.tiles for kind in kinds)
     squares = dict(squares=plgpu.SMEM((t.warpgroups, width // 8, 16), f32))
     if interpret:
@@ -366,11 +367,7 @@ def _build(
         num_threads=t.warpgroups,
         thread_name="wg",
         scratch_types=dict(
-            ws=plgpu.SMEM((ring, t.tile, t.step), bf16, transforms=common.tiled(bf16, t.step)),
-            xs=plgpu.SMEM((ring, width, t.step), bf16, transforms=common.tiled(bf16, t.step)),
-            sums=plgpu.SMEM((t.warpgroups, t.tile, width), f32),
-            full=plgpu.Barrier(num_barriers=ring, num_arrivals=3),
-            done=plgpu.Barrier(num_barriers=1, num_arrivals=t.warpgroups),
+            **scratch(width, t),
             **({} if eps is None else squares),
             **({} if t.tile == TILE else skinny_sm100.scratch(width, t.stages)),
             **{
@@ -381,7 +378,22 @@ def _build(
     )
 
 
-def _share(kind: _Kind, width: int, t: Tuning, interpret: bool) -> tuple[int, int]:
+def scratch(width: int, t: Tuning) -> dict[str, Any]:
+    """Scratch memory that `multiply` and `finish` use."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    ring, bf16 = t.warpgroups * t.stages, jnp.bfloat16
+    transforms = common.tiled(bf16, t.step)
+    return dict(
+        ws=plgpu.SMEM((ring, t.tile, t.step), bf16, transforms=transforms),
+        xs=plgpu.SMEM((ring, width, t.step), bf16, transforms=transforms),
+        sums=plgpu.SMEM((t.warpgroups, t.tile, width), jnp.float32),
+        full=plgpu.Barrier(num_barriers=ring, num_arrivals=3),
+        done=plgpu.Barrier(num_barriers=1, num_arrivals=t.warpgroups),
+    )
+
+
+def _share(kind: Kind, width: int, t: Tuning, interpret: bool) -> tuple[int, int]:
     """CTAs of a cluster that finish a tile, and columns of y of each."""
     if interpret:
         return 1, t.tile
@@ -439,7 +451,7 @@ class Cta:
         step = self.split * self.steps + self.wg + j * self.t.warpgroups
         return pl.ds(step * self.t.step, self.t.step)
 
-    def issue(self, w: Any, kind: _Kind, local: Any, which: Any, j: Any, slot: Any) -> None:
+    def issue(self, w: Any, kind: Kind, local: Any, which: Any, j: Any, slot: Any) -> None:
         """Fill a slot with step j of tile `local` of w [L, N, K] and of x."""
         from jax.experimental import pallas as pl
         from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -474,7 +486,7 @@ class Cta:
         return row_norm.scale_tile(seen, self.xs.at[slot], weight, self.width)
 
 
-def multiply(c: Cta, w: Any, kind: _Kind, first: int) -> None:
+def multiply(c: Cta, w: Any, kind: Kind, first: int) -> None:
     """This warpgroup's part of the product of a tile of w, into its place in `sums`."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -512,7 +524,20 @@ def multiply(c: Cta, w: Any, kind: _Kind, first: int) -> None:
         row_norm.store_squares(result[1], c.squares.at[c.wg], c.width)
 
 
-def _store(c: Cta, y: Any, kind: _Kind, first: int, staged: Any) -> None:
+def finish(c: Cta, kind: Kind, first: int, y: Any, staged: Any, done: Any) -> None:
+    """Where K is not split: wait for all warpgroups' sums, and one writes the tile's columns."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    plgpu.barrier_arrive(done.at[0])
+
+    @pl.when(c.wg == 0)
+    def _() -> None:
+        plgpu.barrier_wait(done.at[0])
+        _store(c, y, kind, first, staged)
+
+
+def _store(c: Cta, y: Any, kind: Kind, first: int, staged: Any) -> None:
     """Finish this CTA's columns of a tile and write them to y."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -536,13 +561,13 @@ def _store(c: Cta, y: Any, kind: _Kind, first: int, staged: Any) -> None:
                 place = pl.ds(start + i * kind.columns, columns)
                 plgpu.copy_smem_to_gmem(staged, target.at[rows, place])
 
-    plgpu.wait_smem_to_gmem(0)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
 def _body(
     k: int,
     width: int,
-    kinds: tuple[_Kind, ...],
+    kinds: tuple[Kind, ...],
     t: Tuning,
     eps: float | None,
     interpret: bool,
@@ -574,8 +599,8 @@ def _body(
     ):
         tile, split, wg = (lax.axis_index(name) for name in ("tile", "split", "wg"))
         places = tile, split, wg
-        scratch = ws, xs, sums, full, squares, acc, read, complete
-        c = Cta(k, width, t, eps, interpret, *places, x, layer, norm, *scratch)
+        held = ws, xs, sums, full, squares, acc, read, complete
+        c = Cta(k, width, t, eps, interpret, *places, x, layer, norm, *held)
         for i, (kind, (low, high)) in enumerate(zip(kinds, ranges, strict=True)):
             here = (tile >= low) & (tile < high)
             pl.when(here)(lambda i=i, kind=kind, low=low: multiply(c, refs[i], kind, low))
@@ -597,7 +622,7 @@ def _body(
     return body
 
 
-def _result(c: Cta, first: Any, columns: int, kind: _Kind) -> jax.Array:
+def _result(c: Cta, first: Any, columns: int, kind: Kind) -> jax.Array:
     """Finished columns [width, columns] of a tile: all sums added, norm, SiTU, rounding."""
 
     def total(start: Any) -> jax.Array:

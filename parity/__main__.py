@@ -1,7 +1,7 @@
 """Command line: `python -m parity run | golden | compare | serve`.
 
 Exit status 0: everything asked for ran and passed; 1: something failed or did not run; 2: bad
-input.
+input; 3: the watchdog ended processes; 130: interrupted.
 JAX and PyTorch are imported by the commands, not by this module, so that `--help` is quick.
 """
 
@@ -9,17 +9,24 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
-from jax_impl.processes import ONE_PROCESS, ProcessError, ProcessOptions, is_first, launch
+from jax_impl.output import SHOWN, Out, called, run_command
+from jax_impl.processes import ONE_PROCESS, ProcessOptions, is_first, launch
+
+Named = Annotated[Path | None, tyro.conf.arg(name="checkpoint", aliases=["--ckpt"])]
 
 
 @dataclass(frozen=True)
 class Run:
-    """Runs suites over the recorded folders that come with the package."""
+    """Runs suites over the recorded folders that come with the package.
+
+    Example: python -m parity run --suite ops,model --report build/parity
+    """
 
     suite: str = "ops,model,mutants"
     """Suites, separated by commas: ops, model, mutants, dspark, accept, vllm, vllm_mutants,
@@ -30,19 +37,22 @@ class Run:
     """Suite sharded with settings only whose name contains this, such as 'TP16 dcp'."""
     report: Path | None = None
     """Directory for index.html and parity.json."""
-    json: str | None = None
-    """File for the JSON document; - is stdout (the table then goes to stderr)."""
+    output: Out = SHOWN
+    """Where the verdicts go."""
     processes: Annotated[ProcessOptions, tyro.conf.arg(name="")] = ONE_PROCESS
     """Which processes run it together; the first one reports."""
 
 
 @dataclass(frozen=True)
 class Golden:
-    """Compares any recorded folders, also ones never seen before."""
+    """Compares any recorded folders, also ones never seen before.
+
+    Example: python -m parity golden parity/golden/ops parity/golden/model_tiny3
+    """
 
     dirs: tyro.conf.Positional[tuple[Path, ...]]
     """Folders; their kind is read from golden.json or from the files in them."""
-    ckpt: Path | None = None
+    ckpt: Named = None
     """Target of a served record that names its checkpoint by a fingerprint only."""
     draft: Path | None = None
     """Drafter of such a record."""
@@ -50,13 +60,16 @@ class Golden:
     """Ranks over which this code runs such a checkpoint, in this process."""
     report: Path | None = None
     """Directory for index.html and parity.json."""
-    json: str | None = None
-    """File for the JSON document; - is stdout (the table then goes to stderr)."""
+    output: Out = SHOWN
+    """Where the verdicts go."""
 
 
 @dataclass(frozen=True)
 class Compare:
-    """Compares the JAX implementation with the PyTorch reference on a checkpoint directory."""
+    """Compares the JAX implementation with the PyTorch reference on a checkpoint directory.
+
+    Example: python -m parity compare build/demo/target --steps 16 --report build/compare
+    """
 
     ckpt: tyro.conf.Positional[Path]
     """Checkpoint directory with config.json and safetensors files."""
@@ -66,19 +79,22 @@ class Compare:
     """Greedy tokens after the prompt."""
     report: Path | None = None
     """Directory for index.html and parity.json."""
-    json: str | None = None
-    """File for the JSON document; - is stdout (the table then goes to stderr)."""
+    output: Out = SHOWN
+    """Where the verdicts go."""
 
 
 @dataclass(frozen=True)
 class Serve:
-    """Compares a live OpenAI-compatible server with this code, on greedy texts of its own."""
+    """Compares a live OpenAI-compatible server with this code, on greedy texts of its own.
+
+    Example: python -m parity serve --url http://localhost:8000 --model kimi-k3 --checkpoint DIR
+    """
 
     url: str
     """Base address, such as http://host:8000."""
     model: str
     """The name under which the server offers the model."""
-    ckpt: Path | None = None
+    ckpt: Named = None
     """The served checkpoint; default: the directory that the server names, if it is here."""
     draft: Path | None = None
     """The drafter, if the server speculates and tells the accepted counts."""
@@ -100,8 +116,8 @@ class Serve:
     """Directory to keep the answers in, as a record for `golden`."""
     report: Path | None = None
     """Directory for index.html and parity.json."""
-    json: str | None = None
-    """File for the JSON document; - is stdout (the table then goes to stderr)."""
+    output: Out = SHOWN
+    """Where the verdicts go."""
 
 
 Command = (
@@ -115,24 +131,22 @@ Command = (
 def main(arguments: list[str] | None = None) -> int:
     """Parses the command line, runs it, returns the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    command = tyro.cli(Command, args=arguments, prog="python -m parity", description=__doc__)  # type: ignore[arg-type]
+    command = tyro.cli(Command, args=arguments, prog=called("parity"), description=__doc__)  # type: ignore[arg-type]
+    return run_command("parity", partial(_run, command, arguments))
+
+
+def _run(command: Any, arguments: list[str]) -> int:
     from parity import commands, report
 
-    if problems := report.unwritable(command.json, command.report):
-        print("error: " + "\n".join(problems), file=sys.stderr)
-        return 2
+    command.output.prepare(*report.unwritable(command.report))
 
     def work() -> int:
         verdicts = commands.execute(command)
         if is_first():
-            report.deliver(verdicts, ["parity", *arguments], command.json, command.report)
+            report.deliver(verdicts, ["parity", *arguments], command.output, command.report)
         return 0 if report.good(verdicts) else 1
 
-    try:
-        return launch(command.processes, work) if isinstance(command, Run) else work()
-    except (commands.BadInput, ProcessError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    return launch(command.processes, work) if isinstance(command, Run) else work()
 
 
 if __name__ == "__main__":

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from jax_impl.processes import report
+from jax_impl.progress import note
 from parity.folders import Folder, FolderError, open_folder, operations, tensor_names
 from parity.verdict import Verdict, Where, not_run
 
@@ -46,15 +46,19 @@ def run(suite: str, tp: int | None = None, case: str | None = None) -> list[Verd
     unknown = sorted(set(names) - set(SUITES))
     if unknown or not names:
         raise BadInput(
-            f"--suite: found {', '.join(unknown) or 'nothing'}; known suites are "
-            f"{', '.join(SUITES)}"
+            f"--suite: found {', '.join(unknown) or 'nothing'}, expected some of "
+            f"{', '.join(SUITES)}; separate them by commas"
         )
     if "sharded" in names:
         from parity.sharded import emulate_devices
 
+        if tp is not None:
+            _require_ranks(tp)
         emulate_devices()
     elif tp is not None or case is not None:
-        raise BadInput(f"--tp, --case: they restrict suite sharded; found --suite {suite}")
+        raise BadInput(
+            f"--tp, --case: found with --suite {suite}, expected --suite sharded; leave them out"
+        )
     found: list[Verdict] = []
     for name in dict.fromkeys(names):
         if name == "sharded":
@@ -63,7 +67,10 @@ def run(suite: str, tp: int | None = None, case: str | None = None) -> list[Verd
 
             if not any((wanted := settings(tp, case)).values()):
                 known = ", ".join(f"'{n} {s.name}'" for n, e in settings().items() for s in e[:2])
-                raise BadInput(f"--case {case!r}: no setting has that in its name; {known}, ...")
+                raise BadInput(
+                    f"--case: found {case!r}, which no setting has in its name; expected a part "
+                    f"of a name such as {known}; choose one"
+                )
             found += _progress("sharded", check_sharded(wanted))
             continue
         if name == "mutants":
@@ -100,6 +107,21 @@ def run(suite: str, tp: int | None = None, case: str | None = None) -> list[Verd
     return found
 
 
+def _require_ranks(tp: int) -> None:
+    """Refuse a number of ranks that the models of suite `sharded` cannot be cut over."""
+    from jax_impl.config import ConfigError, ModelConfig, RunConfig
+    from jax_impl.sharding import require_ranks
+    from parity.sharded import RANKS
+
+    config = ModelConfig.load(RECORDED / "model_tiny16")
+    try:
+        require_ranks(config, RunConfig(), tp)
+    except ConfigError as error:
+        raise BadInput(f"--tp: {error}") from None
+    if tp > RANKS:
+        raise BadInput(f"--tp: found {tp}, expected at most {RANKS} ranks; choose fewer")
+
+
 def golden(
     directories: Iterable[Path], ckpt: Path | None = None, draft: Path | None = None, tp: int = 1
 ) -> list[Verdict]:
@@ -109,6 +131,8 @@ def golden(
     """
     folders: list[Folder] = []
     problems: list[str] = []
+    if tp < 1:
+        problems.append(f"--tp: found {tp}, expected at least 1; change it")
     for directory in directories:
         try:
             folders.append(open_folder(directory))
@@ -118,9 +142,15 @@ def golden(
     if problems:
         raise BadInput("\n".join(problems))
     if not folders:
-        raise BadInput("golden: no directory given; expected at least one recorded folder")
+        raise BadInput(
+            "golden: found no directory, expected at least one recorded folder; give one, such as "
+            f"{RECORDED / 'ops'}"
+        )
     if (ckpt or draft or tp != 1) and not any(folder.kind == "vllm" for folder in folders):
-        raise BadInput("--ckpt, --draft, --tp: they belong to records of an engine; none was given")
+        raise BadInput(
+            "--checkpoint, --draft, --tp: found without a record of an engine, expected one among "
+            "the folders; leave them out"
+        )
     found: list[Verdict] = []
     for folder in folders:
         found += _progress(folder.name, _survived(folder, ckpt, draft, tp))
@@ -222,8 +252,6 @@ def compare(checkpoint: Path, prompt_ids: str | None, steps: int) -> list[Verdic
     from jax_impl.config import ConfigError
     from parity.pair import PromptError, check_pair
 
-    if steps < 1:
-        raise BadInput(f"--steps: found {steps}, expected at least 1")
     try:
         return _progress(checkpoint.name, check_pair(checkpoint, prompt_ids, steps))
     except (CheckpointError, ConfigError, PromptError) as error:
@@ -259,8 +287,6 @@ def _progress(name: str, verdicts: Iterable[Verdict]) -> list[Verdict]:
         if stage != last:
             last = stage
             report(None, f"{name}: {stage}")
-            print(
-                f"[{time.monotonic() - start:6.1f} s] {name}: {stage}", file=sys.stderr, flush=True
-            )
-    print(f"[{time.monotonic() - start:6.1f} s] {name}: {len(found)} verdicts", file=sys.stderr)
+            note(f"[{time.monotonic() - start:6.1f} s] {name}: {stage}")
+    note(f"[{time.monotonic() - start:6.1f} s] {name}: {len(found)} verdicts")
     return found

@@ -19,7 +19,7 @@ import numpy as np
 from jax_impl.cache import PAD, Cache, StepInputs
 from jax_impl.checkpoint import Checkpoint
 from jax_impl.config import ModelConfig, RunConfig
-from jax_impl.loader import load_weights
+from jax_impl.generate import load_with_progress
 from jax_impl.params import Weights
 from jax_impl.sharding import (
     ONE_DEVICE,
@@ -44,7 +44,7 @@ Arrays = dict[str, np.ndarray]
 def load(path: Path) -> tuple[ModelConfig, Weights]:
     """Configuration and weights of a checkpoint directory, kept for the next caller."""
     checkpoint = Checkpoint.open(path)
-    return checkpoint.config, load_weights(checkpoint)
+    return checkpoint.config, load_with_progress(checkpoint)
 
 
 @dataclass
@@ -98,7 +98,7 @@ class Driver:
         checkpoint = Checkpoint.open(path)
         require_ranks(checkpoint.config, run, tp)
         placement = place_ranks(tp, run)
-        weights = load_weights(checkpoint, placement=placement)
+        weights = load_with_progress(checkpoint, placement=placement)
         return cls(checkpoint.config, weights, run, longest, placement)
 
     @property

@@ -52,7 +52,9 @@ def open_folder(path: str | Path) -> Folder:
     """
     path = Path(path)
     if not path.is_dir():
-        raise FolderError(f"{path}: not a directory. Expected a folder of recorded numbers.")
+        raise FolderError(
+            f"{path}: not a directory. Expected a folder of recorded numbers; check the name."
+        )
     meta = read_json(path / _META) if (path / _META).exists() else {}
     kind = meta.get("kind") or _guess(path)
     if kind not in KINDS:
@@ -60,7 +62,8 @@ def open_folder(path: str | Path) -> Folder:
         raise FolderError(
             f"{path}: unknown kind {kind!r} (found: {found}). Expected one of {', '.join(KINDS)}: "
             f"{_META} with a 'kind', or a checkpoint with {_TENSORS}, or operation files (a "
-            "safetensors file and a JSON file of the same name that holds 'op')."
+            "safetensors file and a JSON file of the same name that holds 'op'). See "
+            "parity/golden/README.md."
         )
     return Folder(path.resolve(), kind)
 
@@ -95,7 +98,7 @@ def tensor_names(file: Path) -> list[str]:
         with safe_open(file, framework="numpy") as handle:
             return list(handle.keys())
     except (OSError, SafetensorError) as error:
-        raise FolderError(f"{file}: not readable as safetensors: {error}") from None
+        raise FolderError(_damaged(file, "safetensors", error)) from None
 
 
 def read_tensors(file: Path) -> dict[str, np.ndarray]:
@@ -108,7 +111,7 @@ def read_tensors(file: Path) -> dict[str, np.ndarray]:
         with safe_open(file, framework="numpy") as handle:
             return {name: handle.get_tensor(name) for name in handle.keys()}  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise FolderError(f"{file}: not readable as safetensors: {error}") from None
+        raise FolderError(_damaged(file, "safetensors", error)) from None
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -120,7 +123,16 @@ def read_json(file: Path) -> dict[str, Any]:
     try:
         found = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise FolderError(f"{file}: not readable as JSON: {error}") from None
+        raise FolderError(_damaged(file, "JSON", error)) from None
     if not isinstance(found, dict):
-        raise FolderError(f"{file}: expected a JSON object, found {type(found).__name__}")
+        raise FolderError(
+            f"{file}: expected a JSON object, found {type(found).__name__}; record the folder again"
+        )
     return found
+
+
+def _damaged(file: Path, form: str, error: Exception) -> str:
+    return (
+        f"{file}: not readable as {form}: {error}. Expected a whole {form} file; fetch or record "
+        "it again."
+    )

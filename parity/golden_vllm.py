@@ -89,7 +89,8 @@ def models_of(
         return
     if "preset" not in made:
         raise Unavailable(
-            "the record names its checkpoint by a fingerprint only; give its directory with --ckpt"
+            "the record names its checkpoint by a fingerprint only; give its directory with "
+            "--checkpoint"
         )
     from jax_impl.make_tiny import PRESETS, make_checkpoint
 

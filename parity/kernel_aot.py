@@ -161,15 +161,15 @@ def _small_cases(m: int) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]
     def s(dtype: Any, *shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, dtype)
 
-    layer, row, later = s(i32), s(bf16, m, 7168), s(bf16, 2, 768, 7168)
+    layer, row = s(i32), s(bf16, m, 7168)
     weights = s(bf16, 2, 7168), s(bf16, 2, 1, 7168), s(bf16, 2, 7168)
     logits, bias = s(f32, m, 896), s(f32, 2, 896)
     return {
-        f"attn_res.two_deltas.prefetch.rows{m}": (
-            lambda p, b, c, d, e, i, w, *ws: attn_res.attn_res(
-                p, b, c, d, *ws, eps=1e-5, shared=e, layer=i, prefetch=[(w, i), (w, 0)]
+        f"attn_res.two_deltas.rows{m}": (
+            lambda p, b, c, d, e, i, *ws: attn_res.attn_res(
+                p, b, c, d, *ws, eps=1e-5, shared=e, layer=i
             ),
-            (row, s(bf16, m, 8, 7168), layer, row, s(f32, m, 7168), layer, later, *weights),
+            (row, s(bf16, m, 8, 7168), layer, row, s(f32, m, 7168), layer, *weights),
         ),
         f"topk.rows{m}": (
             lambda x, b, i: topk.topk(x, b, i, k=16, scaling=2.5),
@@ -180,9 +180,9 @@ def _small_cases(m: int) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]
             lambda x, w, base, ids: vocab.vocab(x, w, base, ids=ids),
             (s(bf16, 163840, 256), s(bf16, 10240, 256), s(f32, m, 10240), s(i32, m)),
         ),
-        f"topk.prefetch.rows{m}": (
-            lambda x, b, i, w: topk.topk(x, b, i, k=16, scaling=2.5, prefetch=[(w, i)]),
-            (logits, bias, layer, later),
+        f"topk.shared.rows{m}": (
+            lambda x, b, i, h, w: topk.topk(x, b, i, k=16, scaling=2.5, shared=(h, w)),
+            (logits, bias, layer, s(bf16, m, 384), s(bf16, 2, 7168, 384)),
         ),
     }
 

@@ -187,7 +187,7 @@ def latent_moe(t: Tensors, meta: Meta, nx: Numerics) -> Tensors:
     @jax.jit  # traced anew with every call of `latent_moe`, so that replaced formulas are seen
     def block(y):
         chosen = standard.route(static, w, y)
-        routed, own = standard.experts(static, w, chosen)
+        routed, own = standard.experts(static, w, chosen), chosen.shared
         return standard.moe_out(static, w, routed, own), routed, own, chosen.ids, chosen.weights
 
     out, routed, own, ids, weights = block(_act(nx, t["x"]))

@@ -49,7 +49,27 @@ def prompt(text: str | None, vocabulary: int) -> np.ndarray:
         raise PromptError(f"--prompt-ids: {error}") from None
     bad = ids[ids >= vocabulary]
     if bad.size:
-        raise PromptError(f"--prompt-ids: {bad[0]} is not in the vocabulary 0..{vocabulary - 1}")
+        raise PromptError(
+            f"--prompt-ids: found {bad[0]}, expected ids of the vocabulary 0..{vocabulary - 1}; "
+            "use this model's tokenizer"
+        )
+    return ids
+
+
+def _require(config: Any, prompt_ids: str | None, steps: int) -> np.ndarray:
+    """The prompt, if it and its continuation can be run."""
+    problems, limit = [], config.max_position_embeddings
+    try:
+        ids = prompt(prompt_ids, config.vocab_size)
+    except PromptError as error:
+        problems, ids = [str(error)], np.zeros(0, np.int64)
+    if not 1 <= steps <= limit - len(ids):
+        problems.append(
+            f"--steps: found {steps}, expected 1 to {limit - len(ids)} (the model takes {limit} "
+            "tokens, prompt included); change it"
+        )
+    if problems:
+        raise PromptError("\n".join(problems))
     return ids
 
 
@@ -61,7 +81,7 @@ def check_pair(checkpoint: Path, prompt_ids: str | None, steps: int) -> Iterator
         ConfigError, CheckpointError: the directory is no usable checkpoint.
     """
     # headers only: what cannot be run is refused before anything is loaded
-    ids = prompt(prompt_ids, Checkpoint.open(checkpoint).config.vocab_size)
+    ids = _require(Checkpoint.open(checkpoint).config, prompt_ids, steps)
     model = Model.load(checkpoint, Numerics(torch.float32, "H"))
     continuation, _ = greedy(model, torch.from_numpy(ids), steps)
     ids = np.concatenate([ids, continuation.numpy()])

@@ -135,7 +135,8 @@ def parse(meta: Mapping[str, Any], tensors: Arrays, name: str) -> Record:
 
     meta, tensors = upgraded(meta, tensors)
     if found := problems(meta, tensors):
-        raise RecordError("\n".join(f"{name}: {line}" for line in found))
+        do = f"{name}: record it again, or correct it by docs/records.md"
+        raise RecordError("\n".join([*(f"{name}: {line}" for line in found), do]))
     cases = sorted({n.partition(".")[0] for n in tensors}, key=_number)
     texts = [
         _text(case, kind, meta, tensors)
@@ -196,7 +197,7 @@ def write_record(path: Path, meta: Mapping[str, Any], tensors: Arrays) -> None:
     """
     parse(meta, tensors, str(path))
     if path.exists() and not (path.is_dir() and not any(path.iterdir())):
-        raise FileExistsError(f"{path} exists; expected an absent or empty directory")
+        raise FileExistsError(f"{path} exists; expected an absent or empty directory; choose one")
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{path.name}.", dir=path.parent) as scratch:
         new = Path(scratch) / "new"
@@ -219,7 +220,8 @@ def fingerprint(checkpoint: Path) -> str:
     files = sorted(checkpoint.glob("*.safetensors"))
     if not files or not (checkpoint / "config.json").is_file():
         raise RecordError(
-            f"{checkpoint}: no checkpoint; expected config.json and *.safetensors files in it"
+            f"{checkpoint}: no checkpoint; expected config.json and *.safetensors files in it; "
+            "give the directory that was served"
         )
     digest = hashlib.sha256((checkpoint / "config.json").read_bytes())
     for file in files:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import datetime as dt
 import json
 import math
-import os
 import re
 import sys
-import tempfile
 from collections.abc import Iterable
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from jax_impl.output import Output, write_json, write_text
 from parity.verdict import Verdict
 
 SCHEMA = 1
@@ -81,59 +80,30 @@ def _clean(value: Any) -> Any:
     return value
 
 
-def write_atomically(path: Path, text: str) -> None:
-    """Writes beside the target and renames, so that no reader sees half a file."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, path)
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+def unwritable(report: Path | None) -> list[str]:
+    """What keeps `deliver` from writing a report there; found before the work, not after it."""
+    from jax_impl import output
 
-
-def unwritable(json_path: str | None, report: Path | None) -> list[str]:
-    """What keeps `deliver` from writing to these places; found before the work, not after it."""
-    found, files = [], []
-    if json_path is not None and json_path != "-":
-        files.append(("--json", Path(json_path)))
-    if report is not None:
-        files += [("--report", report / "parity.json"), ("--report", report / "index.html")]
-    for option, file in files:
-        parent = next(d for d in file.absolute().parents if d.exists())
-        if file.is_dir():
-            found.append(f"{option}: {file} is a directory, expected the name of a file")
-        elif not parent.is_dir():
-            found.append(f"{option}: {parent} is a file, expected a directory")
-        else:
-            try:
-                with tempfile.TemporaryFile(dir=parent):
-                    pass
-            except OSError as error:
-                found.append(f"{option}: cannot write in {parent}: {error.strerror}")
+    files = [] if report is None else [report / "parity.json", report / "index.html"]
+    found = [p for file in files for p in output.unwritable("--report", file)]
     return list(dict.fromkeys(found))
 
 
 def deliver(
-    verdicts: list[Verdict], command: list[str], json_path: str | None, report: Path | None
+    verdicts: list[Verdict], command: list[str], output: Output, report: Path | None
 ) -> None:
     """Table on stdout (on stderr if stdout carries the JSON), JSON and HTML where asked for."""
     made = document(verdicts, command)
-    print_table(verdicts, to_stderr=json_path == "-")
-    text = json.dumps(made, indent=1) + "\n"
-    if json_path == "-":
-        sys.stdout.write(text)
-    elif json_path is not None:
-        write_atomically(Path(json_path), text)
+    if not output.quiet:
+        print_table(verdicts, to_stderr=output.json == "-")
+    if output.json is not None:
+        write_json(output.json, made)
     if report is not None:
         from parity.html import render
 
-        write_atomically(report / "parity.json", text)
+        write_text(report / "parity.json", json.dumps(made, indent=1) + "\n")
         judged = [v for v in verdicts if v.status != "not recorded"]
-        write_atomically(report / "index.html", render(judged, made))
+        write_text(report / "index.html", render(judged, made))
 
 
 def print_table(verdicts: list[Verdict], *, to_stderr: bool = False) -> None:

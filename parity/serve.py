@@ -72,7 +72,7 @@ def prepare(
         ServeError: every reason at once.
     """
     bad = [
-        f"{name}: found {value}, expected at least 1"
+        f"{name}: found {value}, expected at least 1; give more"
         for name, value in (
             ("--tokens", tokens), ("--logprobs", logprobs), ("--concurrency", concurrency),
             ("--tp", tp),
@@ -80,11 +80,17 @@ def prepare(
         if value < 1
     ]  # fmt: skip
     if not server.timeout > 0:
-        bad.append(f"--timeout: found {server.timeout}, expected above 0")
+        bad.append(f"--timeout: found {server.timeout}, expected above 0; give more seconds")
     if not server.url.startswith(("http://", "https://")):
-        bad.append(f"--url: found {server.url!r}, expected http://HOST:PORT or https://...")
+        bad.append(
+            f"--url: found {server.url!r}, expected http://HOST:PORT or https://...; give the base "
+            "address"
+        )
     if keep is not None and keep.exists() and not (keep.is_dir() and not any(keep.iterdir())):
-        bad.append(f"--record: {keep} exists; expected an absent or empty directory")
+        bad.append(
+            f"--record: {keep} exists; expected an absent or empty directory; choose another"
+        )
+    bad += _unreadable(ckpt, draft, prompts)
     if bad:
         raise ServeError("\n".join(bad))
     card = _card(server)
@@ -95,18 +101,46 @@ def prepare(
     return Request(server, given, tokens, logprobs, concurrency, target, draft, keep, tp)
 
 
+def _unreadable(ckpt: Path | None, draft: Path | None, prompts: Path | None) -> list[str]:
+    """What is wrong with files of this machine, before a server is asked anything."""
+    from jax_impl.draft_weights import open_draft
+
+    bad = []
+    if ckpt is not None:
+        try:
+            _vocabulary(ckpt, named=True)
+        except ServeError as error:
+            bad.append(str(error))
+    if draft is not None:
+        try:
+            open_draft(draft)
+        except ValueError as error:
+            bad.append(f"--draft: {error}")
+    if prompts is not None and not prompts.is_file():
+        bad.append(
+            f"--prompts: found no file {prompts}, expected one with a prompt of ids per line; "
+            "check the name"
+        )
+    return bad
+
+
 def _card(server: Server) -> dict[str, Any]:
     """The server's entry for the model."""
     try:
         found = server.get("/v1/models").get("data")
     except ServerError as error:
-        raise ServeError(f"--url: {error}. Expected an OpenAI-compatible server") from None
+        raise ServeError(
+            f"--url: {error}. Expected an OpenAI-compatible server; start it, or correct the "
+            "address"
+        ) from None
     cards = [c for c in found if isinstance(c, dict)] if isinstance(found, list) else []
     for card in cards:
         if card.get("id") == server.model:
             return card
     names = ", ".join(str(c.get("id")) for c in cards) or "no model"
-    raise ServeError(f"--model: found {server.model!r}, the server offers {names}")
+    raise ServeError(
+        f"--model: found {server.model!r}, expected what the server offers: {names}; choose one"
+    )
 
 
 def _vocabulary(target: Path, *, named: bool) -> int:
@@ -116,12 +150,12 @@ def _vocabulary(target: Path, *, named: bool) -> int:
     if not named and not target.is_dir():
         raise ServeError(
             f"the server's checkpoint ({target}) is not on this machine; give its directory with "
-            "--ckpt"
+            "--checkpoint"
         )
     try:
         return Checkpoint.open(target).config.vocab_size
     except (CheckpointError, ConfigError) as error:
-        raise ServeError(f"--ckpt: {error}") from None
+        raise ServeError(f"--checkpoint: {error}") from None
 
 
 def _prompts(

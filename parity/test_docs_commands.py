@@ -3,34 +3,21 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
-from functools import lru_cache
 
 import pytest
 
+from parity.test_commands import commands
 from parity.test_docs import PAGES, ROOT, name_of
 
 COMMAND = re.compile(r"(?<![\w./-])(k3|python -m (?:parity|bench)) ([a-z][a-z-]+)\b(?!:)([^`\n|]*)")
 MODULE = re.compile(r"python -m ((?:parity|bench|jax_impl)(?:\.\w+)*)")
 
 
-@lru_cache
-def usage(program: str, command: str) -> str:
-    """What `PROGRAM COMMAND --help` prints; empty where there is no such command."""
-    module = "jax_impl" if program == "k3" else program.split()[-1]
-    done = subprocess.run(  # a process of its own: parity does not import bench
-        [sys.executable, "-m", module, command, "--help"], cwd=ROOT, capture_output=True, text=True
-    )
-    # for an unknown command this is the help of all commands
-    return done.stdout if done.stdout.startswith(f"usage: {program} {command} ") else ""
-
-
 def unknown(text: str) -> list[str]:
     """Commands, options and modules of a page that do not exist."""
     bad = []
     for program, command, rest in COMMAND.findall(text.replace("\\\n", " ")):
-        found = usage(program, command)
+        found = commands(program).get(command)
         if not found:
             bad.append(f"{program} {command}")
         # a name must stand alone: --draft is no option because --drafts is one

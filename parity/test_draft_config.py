@@ -128,7 +128,7 @@ def test_every_missing_setting_is_named():
 def test_a_drafter_of_another_target_is_refused():
     draft = DraftConfig.from_dict(plan("tiny").draft_config)
     target = ModelConfig.from_dict(plan("tp16").target_config)
-    with pytest.raises(ConfigError, match="hidden_size: draft 112, target 256"):
+    with pytest.raises(ConfigError, match="hidden_size: draft 112, expected the target's 256"):
         draft.require_target(target)
 
 

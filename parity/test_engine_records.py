@@ -265,7 +265,7 @@ def test_a_checkpoint_named_by_its_fingerprint_has_to_be_given(pair, tmp_path):
     named = {"fingerprint": fingerprint(pair / "target")}
     folder = make_record(pair, tmp_path / "hashed", checkpoint=named)
     (missing,) = judged(folder)
-    assert missing.status == "not run" and "--ckpt" in missing.note
+    assert missing.status == "not run" and "--checkpoint" in missing.note
     other = shutil.copytree(pair / "target", tmp_path / "other")
     (other / "config.json").write_text((other / "config.json").read_text() + " ")
     (wrong,) = judged(folder, checkpoint=other)

@@ -68,18 +68,6 @@ def test_attn_res_of_a_layer():
         same(a, b, 0.0, "max_abs")
 
 
-@pytest.mark.parametrize("rows", [1, 64])
-def test_attn_res_with_prefetch(rows):
-    """Whole stacks, more than the limit, more shares than rows: nothing changes."""
-    args = attn_res_operands(rows, 3)
-    stacks = [(normal(7, 3, n, 7168), jnp.int32(2)) for n in (3, 768, 3208)]
-    for limit in (16 << 20, 1 << 20, 0):
-        tuning = attn_res.Tuning(prefetch_bytes=limit)
-        got = attn_res.attn_res(*args, eps=1e-5, prefetch=stacks, tuning=tuning)
-        for a, b in zip(got, attn_res.attn_res(*args, eps=1e-5), strict=True):
-            same(a, b, 0.0, "max_abs")
-
-
 def equal_choices(got, want):
     """The same ids and units, and weights up to the last bits."""
     assert (got.ids == want.ids).all()
@@ -124,7 +112,8 @@ def test_topk(rows, kind):
 def test_topk_however_it_is_cut(tuning):
     logits, bias = router_operands("normal", 13)
     small = logits[:, :128], bias[:, :128]
-    for args, k in (((logits, bias), 16), (small, 4), (small, 31)):
+    most = min(31, 128 // -(-13 // (tuning.ctas * tuning.warpgroups)))  # of a warpgroup's rows
+    for args, k in (((logits, bias), 16), (small, 4), (small, most)):
         got = topk.topk(*args, 2, k=k, scaling=1.5, tuning=tuning)
         equal_choices(got, topk.reference(*args, 2, k=k, scaling=1.5))
 
@@ -142,12 +131,20 @@ def test_sigmoid_of_the_router():
     assert (np.abs(a - b) <= 6 * np.spacing(b)).all()  # a score, the sum and a division
 
 
-@pytest.mark.parametrize("rows", [1, 64])
-def test_topk_with_prefetch(rows):
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("width", [384, 768])
+def test_topk_beside_a_product(rows, width):
+    """The same choice, and the product's bits as from its own kernel."""
     logits, bias = router_operands("normal", rows)
-    stacks = [(normal(7, 3, n, 7168), jnp.int32(2)) for n in (3, 768)]
-    got = topk.topk(logits, bias, k=16, scaling=2.5, prefetch=stacks)
-    equal_choices(got, topk.topk(logits, bias, k=16, scaling=2.5))
+    hidden, stack = with_nan_row(normal(8, rows, width)), normal(9, 3, 7168, width, scale=0.05)
+    call = jax.jit(lambda x, b, h, w, i: topk.topk(x, b, i, k=16, scaling=2.5, shared=(h, w)))
+    got = call(logits, bias, hidden, stack, 2)
+    equal_choices(got, topk.topk(logits, bias, 2, k=16, scaling=2.5))
+    same(got.shared, skinny.reference(hidden, [skinny.Projection(stack)], 2)[0], 1e-5)
+    for _ in range(100):
+        again = call(logits, bias, hidden, stack, 2)
+        assert bool(jnp.all((again.shared == got.shared) | jnp.isnan(got.shared)))
+        equal_choices(again, got)
 
 
 @pytest.mark.parametrize("rows", ROWS)

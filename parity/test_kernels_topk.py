@@ -4,6 +4,7 @@ The choice itself is register code: on a GPU it is compared with the same refere
 (`test_kernels_small_gpu`); here the twin runs inside the kernel.
 """
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -53,13 +54,16 @@ def test_reference_is_the_router(rows):
 )
 def test_topk(rows, tuning):
     logits, bias = operands(rows)
-    stack = jnp.zeros((2, 8, 64), jnp.bfloat16)
-    call = dict(k=CHOSEN, scaling=SCALING)
-    prefetch = [(stack, 1)] if rows == 2 else []
-    got = topk.topk(
-        logits, bias, jnp.int32(1), **call, prefetch=prefetch, tuning=tuning, interpret=True
+    rng = np.random.default_rng(1)
+    hidden, stack = (
+        jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((rows, 64), (2, 64, 64))
     )
-    equal(got, topk.reference(logits, bias, 1, **call))
+    call = dict(k=CHOSEN, scaling=SCALING, shared=(hidden, stack) if rows == 2 else None)
+    got = topk.topk(logits, bias, jnp.int32(1), **call, tuning=tuning, interpret=True)
+    want = topk.reference(logits, bias, 1, **call)
+    equal(got, want)
+    if rows == 2:
+        same(got.shared, want.shared, 1e-6)
     assert not common.races_found()
 
 
@@ -67,6 +71,10 @@ def test_topk(rows, tuning):
 def test_default_tuning_meets_the_limits(rows):
     logits, bias = jnp.zeros((rows, 896)), jnp.zeros((3, 896))
     assert topk.limits(logits, bias, k=16) == []
+    for width in (384, 768):
+        s, bf16 = jax.ShapeDtypeStruct, jnp.bfloat16
+        shared = s((rows, width), bf16), s((3, 7168, width), bf16)
+        assert topk.limits(logits, bias, k=16, shared=shared) == []
 
 
 def test_limits_name_found_and_expected():

@@ -250,7 +250,7 @@ def test_the_released_drafter_at_tp16(k3):
 def test_a_drafter_of_another_target_is_refused(k3):
     from jax_impl.draft_memory import with_draft
 
-    with pytest.raises(ConfigError, match="hidden_size: draft 128, target 7168"):
+    with pytest.raises(ConfigError, match="hidden_size: draft 128, expected the target's 7168"):
         with_draft(k3, case15(), str(GOLDEN / "dspark_tiny16"))
 
 

@@ -292,6 +292,16 @@ def test_stable_names_are_the_documented_ones():
         assert inspect.getdoc(getattr(k3, name)), name
 
 
+@pytest.mark.slow
+def test_the_example_of_the_tutorial_runs(tmp_path, monkeypatch, capsys):
+    text = (ROOT / "docs" / "tutorial.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", text, re.S)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "tutorial.md", "exec"), {})
+    shape, good, broken = capsys.readouterr().out.splitlines()
+    assert shape.startswith("(3, ") and good == "True" and "injected layer01" in broken
+
+
 def test_torch_comes_only_with_what_needs_it():
     tree = ast.parse(inspect.getsource(k3))
     top = {n.module for n in tree.body if isinstance(n, ast.ImportFrom)}

@@ -118,7 +118,7 @@ def test_an_unknown_kind_or_damaged_sidecar_is_an_error(tmp_path, content, word,
     (tmp_path / "golden.json").write_text(content)
     assert run("golden", str(tmp_path)) == 2
     shown = capsys.readouterr()
-    assert "error:" in shown.err and word in shown.err and not shown.out
+    assert "parity:" in shown.err and word in shown.err and not shown.out
 
 
 def test_a_folder_that_does_not_exist_is_an_error(tmp_path, capsys):
@@ -135,8 +135,8 @@ def test_golden_without_folders_is_an_error():
 
 
 def test_a_checkpoint_belongs_to_records_of_an_engine(small, tmp_path, capsys):
-    assert run("golden", str(small), "--ckpt", str(tmp_path)) == 2
-    assert "--ckpt" in capsys.readouterr().err
+    assert run("golden", str(small), "--checkpoint", str(tmp_path)) == 2
+    assert "--checkpoint" in capsys.readouterr().err
 
 
 def test_a_damaged_tensor_file_is_an_error(small, capsys):
@@ -237,7 +237,7 @@ def test_a_prompt_that_cannot_be_run_is_an_error(golden_dir, ids, capsys):
 def test_compare_of_something_that_is_no_checkpoint_is_an_error(tmp_path, capsys):
     pytest.importorskip("torch")
     assert run("compare", str(tmp_path / "nowhere")) == 2
-    assert "error:" in capsys.readouterr().err
+    assert "parity:" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -268,7 +268,7 @@ def test_a_server_that_is_not_there_is_an_error(capsys):
 def test_a_model_that_is_not_offered_is_an_error(engine, pair, capsys):
     with serving(engine, NAME, pair / "target", Manners()) as url:
         assert main(["serve", "--url", url, "--model", "other"]) == 2
-    assert f"the server offers {NAME}" in capsys.readouterr().err
+    assert f"the server offers: {NAME}" in capsys.readouterr().err
 
 
 def prepared(url, **changes):
@@ -343,7 +343,7 @@ def test_a_server_of_the_same_model_passes_and_another_fails(engine, pair, tmp_p
     assert kept.meta["texts"]["greedy"]["speculative"] and kept.engine == "server torch_ref"
     make_checkpoint(tmp_path / "other", "tiny", 3)
     with serving(engine, NAME, pair / "target", Manners()) as url:
-        other = ["--ckpt", str(tmp_path / "other" / "target")]
+        other = ["--checkpoint", str(tmp_path / "other" / "target")]
         assert main(["serve", "--url", url, *line, *other]) == 1
     found = json.loads(out.read_text())["verdicts"]
     assert {v["quantity"] for v in found if v["status"] == "failed"} >= {"median KL", "best token"}

@@ -37,9 +37,9 @@ LAYERS = {
     "k3_topk": 4,
     "k3_experts_gate_up": 4,
     "k3_experts_down": 4,
-    # in_proj, o_proj and the dense pair; per MoE layer route, shared down, latent up; MLA has
-    # one more projection; the head
-    "k3_skinny": 4 + 5 + 2 + 4 * 3 + 2 + 1,
+    # in_proj, o_proj and the dense pair; per MoE layer route and latent up; MLA has one more
+    # projection; the head
+    "k3_skinny": 4 + 5 + 2 + 4 * 2 + 2 + 1,
 }
 
 

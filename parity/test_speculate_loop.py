@@ -179,7 +179,7 @@ def test_inputs_and_settings_that_are_refused(models):
     with pytest.raises(ConfigError, match=r"drafts: found 8, expected 1\.\.7"):
         models.step(drafts=8)
     other = dataclasses.replace(models.draft_config, vocab_size=385)
-    with pytest.raises(ConfigError, match="vocab_size: draft 385, target 384"):
+    with pytest.raises(ConfigError, match="vocab_size: draft 385, expected the target's 384"):
         build_speculative_step(models.static, DraftStatic(other, models.run))
 
 

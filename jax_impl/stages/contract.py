@@ -15,7 +15,7 @@ class Routed(NamedTuple):
     latent: jax.Array  # compute dtype [N, Z], what the experts read
     ids: jax.Array  # i32 [N, k], the chosen experts
     weights: jax.Array  # f32 [N, k]
-    hidden: jax.Array  # compute dtype [N, M], the shared experts' activation on this rank
+    shared: jax.Array  # f32 [N, D], this rank's share of the shared experts
     units: Any = None  # `pallas_kernels.units.Units` where the router's kernel has made them
 
 

@@ -74,13 +74,14 @@ def _stages(c: ModelConfig, run: RunConfig, ranks: int, n: int) -> dict[str, lis
             _s(bf16, 1, 2 * shared, d), betas=betas,
         )
         + topk.limits(
-            _s(f32, n, c.num_experts), _s(f32, 1, c.num_experts), k=c.num_experts_per_token
+            _s(f32, n, c.num_experts), _s(f32, 1, c.num_experts), k=c.num_experts_per_token,
+            shared=(_s(bf16, n, shared), _s(bf16, 1, d, shared)),
         ),
         "mla": _mla(c, run, ranks, row),
         "moe_out": latent_up.limits(_s(bf16, n, z), _s(bf16, z), _s(bf16, 1, d // ranks, z)),
         "logits": product(row, c.vocab_size // ranks, out_dtype=bf16),
     }  # fmt: skip
-    out["experts"] = product(_s(bf16, n, shared), d)
+    out["experts"] = []
     if width % mxfp4.ROWS or z % mxfp4.ROWS:
         out["experts"] += [
             f"expert width {width} per rank and latent width {z}: expected multiples of 64"

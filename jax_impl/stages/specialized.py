@@ -201,7 +201,7 @@ def _copies(static: Static) -> int:
 
 @_once
 def route(static: Static, w: Layer, y: jax.Array) -> Routed:
-    """`standard.route` in two kernels: all that reads y, and the choice with the experts' units."""
+    """`standard.route` in two kernels: what reads y; the choice, beside it the shared experts."""
     c, m = static.config, w.stacks
     logits, latent, hidden = route_kernel.route(
         y, m.gate, m.routed_expert_down_proj, m.shared_gate_up_proj, w.index,
@@ -211,23 +211,22 @@ def route(static: Static, w: Layer, y: jax.Array) -> Routed:
         logits, latent = all_gather_packed((logits, latent), static.ranks)
     else:
         logits = all_gather(logits, static.ranks)
-    ids, weights, units = topk.topk(
-        logits, m.e_score_correction_bias, w.index,
-        k=c.num_experts_per_token, scaling=c.routed_scaling_factor,
+    choice = topk.topk(
+        logits, m.e_score_correction_bias, w.index, k=c.num_experts_per_token,
+        scaling=c.routed_scaling_factor, shared=(hidden, m.shared_down_proj),
     )  # fmt: skip
-    return Routed(latent, ids, weights, hidden, units)
+    return Routed(latent, choice.ids, choice.weights, choice.shared, choice.units)
 
 
 @_once
-def experts(static: Static, w: Layer, routed: Routed) -> tuple[jax.Array, jax.Array]:
-    """`standard.experts` in three kernels."""
+def experts(static: Static, w: Layer, routed: Routed) -> jax.Array:
+    """`standard.experts` in two kernels and the sum."""
     m = w.stacks
     width = static.config.moe_intermediate_size // static.ranks.size
-    total = experts_kernel.experts(
+    return experts_kernel.experts(
         routed.latent, routed.ids, routed.weights, m.w13_tiles, m.w2_tiles, w.index,
         width=width, betas=static.betas, units=routed.units,
     )  # fmt: skip
-    return total, skinny.skinny(routed.hidden, m.shared_down_proj, w.index)
 
 
 @_once

@@ -308,7 +308,7 @@ def dense(static: Static, w: Dense, y: jax.Array) -> jax.Array:
 
 
 def route(static: Static, w: Moe, y: jax.Array) -> Routed:
-    """Everything that reads y: the choice of experts, their input, the shared experts' activation.
+    """Everything that reads y: the choice of experts, their input, the shared experts.
 
     Crosses ranks.
     """
@@ -325,12 +325,12 @@ def route(static: Static, w: Moe, y: jax.Array) -> Routed:
         c.routed_scaling_factor,
     )
     hidden = situ_hidden(nx, y, w.shared_gate_up_proj, *static.betas)
-    return Routed(latent, ids, weights, hidden)
+    return Routed(latent, ids, weights, nx.project(hidden, w.shared_down_proj))
 
 
-def experts(static: Static, w: Moe, routed: Routed) -> tuple[jax.Array, jax.Array]:
-    """This rank's share of the routed sum [N, Z] and of the shared experts [N, D], both f32."""
-    latent, ids, weights, hidden, _ = routed
+def experts(static: Static, w: Moe, routed: Routed) -> jax.Array:
+    """This rank's share of the routed sum, f32 [N, Z]."""
+    latent, ids, weights, *_ = routed
     if static.run.experts == "ep":  # ids of this rank's experts; others are out of range
         ids = ids - rank_index(static.ranks) * w.w13_packed.shape[0]
     if w.w13_tiles is None:
@@ -338,8 +338,7 @@ def experts(static: Static, w: Moe, routed: Routed) -> tuple[jax.Array, jax.Arra
     else:
         width = static.config.moe_intermediate_size // static.ranks.size
         mine = PackedExperts(w.w13_tiles, w.w2_tiles, width, latent.shape[-1])
-    total = routed_experts(static.nx, latent, ids, weights, mine, static.betas)
-    return total, static.nx.project(hidden, w.shared_down_proj)
+    return routed_experts(static.nx, latent, ids, weights, mine, static.betas)
 
 
 def moe_out(static: Static, w: Moe, routed: jax.Array, shared: jax.Array) -> jax.Array:

@@ -1,0 +1,197 @@
+"""Wrong uses from Python, and what each message must hold: found, expected, what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import pytest
+
+from jax_impl.acceptance_config import Acceptance
+from jax_impl.backend import BackendUnavailableError, choose_backend
+from jax_impl.checkpoint import Checkpoint, CheckpointError
+from jax_impl.config import ConfigError, ModelConfig, RunConfig
+from jax_impl.engine import Engine, EngineError
+from jax_impl.ids import parse_ids
+from jax_impl.loader import load_weights
+from jax_impl.make_tiny import make_checkpoint
+from jax_impl.memory import DoesNotFitError, MemorySettings, require_room
+from jax_impl.processes import ProcessError, ProcessOptions, find_processes
+from jax_impl.sharding import place_ranks, require_ranks
+from parity.wrong_uses import Wrong, lacking
+
+RUN = RunConfig(slots=2, pages=3, page_size=4)
+CONFIG = {"text_config": {}, "model_type": "llama"}
+
+
+class Case(NamedTuple):
+    """One wrong use: `use` gets an engine; the texts are parts of its message."""
+
+    use: Callable[[Engine], Any]
+    error: type[Exception]
+    found: str
+    expected: str
+    do: str
+
+
+def _config(engine: Engine) -> ModelConfig:
+    return engine.static.config
+
+
+def _long(engine: Engine) -> None:
+    engine.prefill(engine.add(list(range(1, 14))))
+
+
+def _many(engine: Engine) -> None:
+    engine.prefill(engine.add(list(range(1, 10))))
+
+
+def _finished(engine: Engine) -> None:
+    handle = engine.add([5], limit=1)
+    engine.sequences[handle].finished = "limit"
+    engine.decode([handle])
+
+
+def _no_slot(engine: Engine) -> None:
+    for _ in range(3):
+        engine.add([5])
+
+
+CASES = {
+    "no ids": Case(
+        lambda e: e.add([]), EngineError, "no token ids", "at least one id", "tokenizer"
+    ),
+    "ids outside": Case(
+        lambda e: e.add([5, 384, -1]), EngineError, "[384, -1]", "0..383", "tokenizer"
+    ),
+    "words for ids": Case(
+        lambda e: e.add(["a"]), EngineError, "['a']", "0..383", "this model's tokenizer"
+    ),
+    "temperature": Case(
+        lambda e: e.add([5], temperature=-1), EngineError, "-1", "0 (greedy)", "change it"
+    ),
+    "seed": Case(
+        lambda e: e.add([5], seed=-1), EngineError, "seed -1", "expected 0..4294967295", "choose"
+    ),
+    "limit": Case(
+        lambda e: e.add([5], limit=0), EngineError, "limit 0", "at least 1 token", "give more"
+    ),
+    "slots": Case(_no_slot, EngineError, "all 2 slots", "a free one", "raise slots"),
+    "context beyond the cache": Case(
+        _long, EngineError, "13 tokens", "the context of 12", "a larger context"
+    ),
+    "context of an engine": Case(
+        lambda e: Engine(_config(e), RUN, e.weights, context=13),
+        EngineError, "context 13", "expected 1..12 tokens", "make more pages",
+    ),
+    "pages": Case(
+        lambda e: (e._free_pages.clear(), _many(e)),
+        EngineError, "need 3 more page(s)", "0 of 3 are free", "raise pages",
+    ),
+    "not prefilled": Case(
+        lambda e: e.decode([e.add([5, 6])]), EngineError, "2 unprocessed", "exactly one", "prefill"
+    ),
+    "more rows than the largest batch": Case(
+        lambda e: e.decode([]), EngineError, "0 sequences", "1..64 different", "split the batch"
+    ),
+    "unknown handle": Case(
+        lambda e: e.decode([7]), EngineError, "no sequence 7", "expected one of []", "`add`"
+    ),
+    "finished": Case(
+        _finished, EngineError, "is finished (limit)", "extend", "release it"
+    ),
+    "run settings": Case(
+        lambda e: RunConfig(profile="X", slots=0, kv_dtype="int4", commit="no"),  # type: ignore[arg-type]
+        ConfigError, "slots: found 0", "expected one of ('H', 'V')", "Change these",
+    ),
+    "mla_norm_eps": Case(
+        lambda e: RunConfig(mla_norm_eps=-1.0), ConfigError, "-1.0", "a positive number", "Change"
+    ),
+    "another model": Case(
+        lambda e: ModelConfig.from_dict(CONFIG), ConfigError, "'llama'", "'kimi_k3'", "Give the"
+    ),
+    "no object": Case(
+        lambda e: ModelConfig.from_dict([]), ConfigError, "found list", "a JSON object", "Fetch"  # type: ignore[arg-type]
+    ),
+    "checkpoint": Case(
+        lambda e: Checkpoint.open("nowhere"),
+        CheckpointError, "nowhere", "a checkpoint directory", "config.json",
+    ),
+    "preset": Case(
+        lambda e: make_checkpoint("out", "huge"), ValueError, "'huge'", "tiny, synthetic", "choose"
+    ),
+    "shards": Case(
+        lambda e: make_checkpoint("out", shards=0), ValueError, "0", "1 to 716", "choose"
+    ),
+    "memory settings": Case(
+        lambda e: MemorySettings(ranks=0, batch=0), ConfigError, "found 0", "integer >= 1", "Change"
+    ),
+    "room": Case(
+        lambda e: require_room(_config(e), 1000, RUN),
+        DoesNotFitError, "0.00 GB (1,000 bytes) are free", "weights need", "Use more ranks",
+    ),
+    "ranks": Case(
+        lambda e: require_ranks(_config(e), RUN, 5),
+        ConfigError, "6 does not divide by 5", "divides all of it", ": 1, 2.",
+    ),
+    "devices": Case(
+        lambda e: place_ranks(1000), ConfigError, "1 device(s)", "one device per", "emulate 1000"
+    ),
+    "acceptance length": Case(
+        lambda e: Acceptance("synthetic", length=0.5).require(3),
+        ConfigError, "found 0.5", "expected 1..4", "Change these",
+    ),
+    "acceptance rates": Case(
+        lambda e: Acceptance("synthetic", rates=(0.5, 0.9)).require(2),
+        ConfigError, "(0.5, 0.9)", "not rising", "Change these",
+    ),
+    "acceptance rule": Case(
+        lambda e: Acceptance("coin", length=2).require(9),  # type: ignore[arg-type]
+        ConfigError, "'coin'", "expected 1..7", "Change these",
+    ),
+    "token ids": Case(
+        lambda e: parse_ids("1,-2"), ValueError, "-2", "non-negative integers", "correct it"
+    ),
+    "slurm": Case(
+        lambda e: find_processes(
+            ProcessOptions(), {"SLURM_STEP_NODELIST": "[", "SLURM_PROCID": "x"}
+        ),
+        ProcessError, "SLURM_PROCID: found 'x'", "expected host names", "multi_process.md",
+    ),
+    "backend": Case(
+        lambda e: choose_backend(RunConfig(decode_backend="latency_specialized")),
+        BackendUnavailableError, "devices found: cpu", "an NVIDIA GPU", "Use decode_backend 'auto'",
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("api") / "tiny"
+    make_checkpoint(folder, "tiny", 0)
+    checkpoint = Checkpoint.open(folder / "target")
+    return checkpoint.config, load_weights(checkpoint)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_message(name, loaded, tmp_path, monkeypatch):
+    if name in ("backend", "devices") and jax.default_backend() != "cpu":
+        pytest.skip("what it refuses for want of a GPU, or of a second device, is here")
+    monkeypatch.chdir(tmp_path)
+    case = CASES[name]
+    with pytest.raises(case.error) as raised:
+        case.use(Engine(loaded[0], RUN, loaded[1]))
+    message = str(raised.value)
+    assert not lacking(message, Wrong("", case.found, case.expected, case.do)), message
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("version", "words"), [((0, 10, 0), "0.11.2"), ((0, 12, 0), "before")])
+def test_versions_of_jax(version, words, monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", version)
+    with pytest.raises(BackendUnavailableError) as raised:
+        choose_backend(RunConfig(decode_backend="latency_specialized"))
+    message = str(raised.value)
+    assert f"JAX {jax.__version__} found, kernels need" in message and words in message
+    assert "Use decode_backend 'auto'" in message

@@ -1,0 +1,153 @@
+"""Wrong uses of `k3` and `python -m parity`, and what each message must hold."""
+
+from __future__ import annotations
+
+import pytest
+
+from jax_impl import cli
+from parity import __main__ as parity_command
+from parity.wrong_uses import Wrong, lacking, make_workspace, plain, problems
+
+GEN = "generate tiny/target --prompt-ids 5"
+PRINTED = "For full helptext"
+FETCH, HELP = "Fetch the named files again", "k3 generate --help` has all options"
+WRONG = "--url http://127.0.0.1:9 --model m"
+K3 = (
+    # paths
+    Wrong("check nowhere", "nowhere: not a directory", "a checkpoint directory", "config.json"),
+    Wrong("check file", "file: not a directory", "a checkpoint directory", "config.json"),
+    Wrong("check empty", "config.json: not found", "of a Kimi K3 checkpoint", "give the directory"),
+    Wrong("check tiny", "not found", "config.json of a Kimi K3", "found one in: draft, target"),
+    Wrong("check tiny/target --json full", "full is a directory", "name of a file", "choose"),
+    Wrong("check tiny/target --json file/x", "file is a file", "expected a directory", "choose"),
+    Wrong("convert tiny/target full", "holds other files", "an empty directory", "choose another"),
+    Wrong("convert tiny/target file", "file: a file", "expected a directory", "choose another"),
+    Wrong("convert tiny/target /dev/null/x", "Not a directory", "room for a", "Choose another"),
+    Wrong("convert prepared out", "did not finish", "manifest.json", "Run `k3 convert tiny/target"),
+    Wrong("make-tiny full", "not empty", "absent or empty directory", "choose another place"),
+    Wrong("make-tiny /dev/null/x", "no directory can be made", "expected a place", "choose"),
+    Wrong("memory nowhere", "config.json: not found", "of a Kimi K3", "give the directory"),
+    Wrong(f"{GEN} --draft nowhere", "not found", "of a DSpark draft", "give the directory"),
+    # checkpoints
+    Wrong("check half", "damaged or cut short", "header and size do not agree", FETCH),
+    Wrong("check without_shard", "2 of 3 shards found", "missing model-00001", "fetch the missing"),
+    Wrong("check without_index", "no model.safetensors.index",
+          "no model.safetensors", "fetch the index too"),
+    Wrong("check broken_index", "not an index", "with a weight_map", "Fetch the file again"),
+    Wrong("check broken_config", "not readable as JSON", "Expected the config.json", "fetch the"),
+    Wrong("check unnamed", "not in the index", "missing, expected float32", FETCH),
+    Wrong("check other_shape", "dtype float32", "expected [192, 1, 4]", FETCH),
+    Wrong("convert not_finite out", "1 value(s) that are NaN", "expected finite", "fetch it again",
+          leaves="out"),
+    Wrong("generate not_finite --prompt-ids 1", "first at [3]", "finite numbers", "fetch it again"),
+    Wrong("check old", "format 'k3-prepared/0'", "expected 'k3-prepared/1'", "with this version"),
+    Wrong("check tiny/target --checksums", "no checksums", "a prepared one", "Leave out"),
+    # configurations
+    Wrong("check silu", "found 'silu'", "only 'situ' is implemented", "as it was released"),
+    Wrong("check three_settings", "rms_norm_eps: expected a number (float, below 2^31), found "
+          "nothing", "only 'situ' is implemented", "as it was released"),
+    Wrong("check other_model", "'llama'", "expected 'kimi_k3'", "Give the directory of a Kimi K3"),
+    Wrong("memory tiny/draft", "'k3_dspark'", "expected 'kimi_linear'", "a draft goes to --draft"),
+    Wrong(f"{GEN} --draft tiny/target", "'kimi_k3'", "expected 'k3_dspark'", "DSpark drafter"),
+    Wrong(f"{GEN} --draft other_draft", "draft 9", "the target's 8", "made for this target"),
+    Wrong(f"{GEN} --draft short_draft", "41 tokens", "limit is 16", "ask for fewer"),
+    # ranks, devices, processes, memory
+    Wrong("memory tiny/target --tp 7", "6 does not divide by 7", "divides all of it", ": 1, 2."),
+    Wrong(f"{GEN} --tp 3", "4 does not divide by 3", "divides all of it", ": 1, 2."),
+    Wrong(f"{GEN} --tp 0", "tp 0", "at least 1", "change it"),
+    Wrong(f"{GEN} --tp 2", "1 device(s)", "one device per rank", "emulate 2 devices"),
+    Wrong(f"{GEN} --dcp 3", "dcp 3", "expected 1 or the number of ranks", "Choose"),
+    Wrong(f"{GEN} --backend latency_specialized", "devices found: cpu", "an NVIDIA GPU", "'auto'"),
+    Wrong(f"{GEN} --coordinator x", "found --coordinator", "give all three", "multi_process.md"),
+    Wrong(f"{GEN} --coordinator x --num-processes 2 --process-id 2", "--process-id: found 2",
+          "expected HOST:PORT with a port of 1..65534", "multi_process.md"),
+    Wrong(f"{GEN} --coordinator h:65535 --num-processes 0 --process-id 0", "'h:65535'",
+          "expected at least 1", "multi_process.md"),
+    Wrong(f"{GEN} --local-devices 3", "found 1 cpu", "--local-devices 3", "leave the option out"),
+    Wrong("memory tiny/target --tp 2 --device-gb 1", "needs 4.30 GB", "a device has 1.00 GB",
+          "The weights need more ranks or larger devices"),
+    Wrong("memory tiny/target --tp 0 --batch 0 --drafts 8 --device-gb -1", "--drafts 8",
+          "--device-gb -1.0: expected more than 0", "k3 memory --help"),
+    Wrong("memory tiny/target --tp 2 --context 5000", "found 5,000", "at most 4,096", "ask for"),
+    # requests
+    Wrong("generate tiny/target --prompt-ids 1,x", "'x'", "expected whole numbers", "tokenized"),
+    Wrong("generate tiny/target --prompt-ids no.txt", "'no.txt'", "an existing file", "give the"),
+    Wrong("generate tiny/target --prompt-ids nested.json", "[1, [2]]", "flat list", "correct it"),
+    Wrong("generate tiny/target --prompt-ids 384", "[384]", "0..383", "model's tokenizer"),
+    Wrong("generate tiny/target --prompt-ids ''", "no token ids", "FILE or a list", "give"),
+    Wrong(f"{GEN} --steps 9999", "10000 tokens", "the model limit is 4096", "ask for fewer"),
+    Wrong(f"{GEN} --steps 0 --chunk 0 --seed -1 --page-size 0", "page_size: found 0",
+          "--seed -1: expected 0..4294967295", HELP),
+    Wrong(f"{GEN} --temperature nan", "temperature nan", "expected 0 (greedy)", HELP),
+    Wrong(f"{GEN} --kv-dtype float8_e4m3fn", "kv_scale: found None", "positive scale", HELP),
+    Wrong(f"{GEN} --tp 2 --dcp 2 --profile H", "found 2 with", "expected profile 'V'", HELP),
+    Wrong(f"{GEN} --drafts 3 --accept block", "--accept block", "only with --draft", HELP),
+    Wrong(f"{GEN} --draft tiny/draft --drafts 8", "found 8", "expected 1..7", "Change these"),
+    Wrong(f"{GEN} --draft tiny/draft --accept synthetic", "found neither", "a length", "Change"),
+    Wrong(f"{GEN} --draft tiny/draft --drafts 3 --accept synthetic --accept-length 4.5",
+          "found 4.5", "expected 1..4 tokens", "K + 1"),
+    # names
+    Wrong("chek tiny", "options: chek", "check, memory, convert", f"{PRINTED}, run k3 --help"),
+    Wrong("check tiny/target --checksum", "--checksum", "you meant: --checksums", PRINTED),
+    Wrong("make-tiny out --preset huge", "'huge'", "Expected one of ('tiny'", PRINTED),
+    Wrong("make-tiny out --seed x", "'x'", "int()", PRINTED),
+    Wrong("generate tiny/target", "Missing from k3 generate", "--prompt-ids STR", PRINTED),
+)  # fmt: skip
+PARITY = (
+    Wrong("run --suite ops,vibes", "found vibes", "expected some of ops, model", "separate"),
+    Wrong("run --suite ops --tp 2", "--suite ops", "expected --suite sharded", "leave them out"),
+    Wrong("run --suite sharded --tp 3", "does not divide by 3", "divides all of it", "Choose a"),
+    Wrong("run --suite ops --num-processes 2", "found --num-processes", "give all three", "multi_"),
+    Wrong("golden", "found no directory", "at least one recorded folder", "give one, such as"),
+    Wrong("golden nowhere empty unknown", "unknown kind 'seance'", "Expected one of ops", "README"),
+    Wrong("golden record", "format: found 2, expected 1", "device: missing, expected", "docs/rec"),
+    Wrong("golden nowhere --tp 0", "--tp: found 0", "expected at least 1", "change it"),
+    Wrong("golden nowhere --report file", "file is a file", "expected a directory", "choose"),
+    Wrong("compare nowhere", "not a directory", "Expected a checkpoint directory", "config.json"),
+    Wrong("compare half", "cut short", "header and size do not agree", FETCH),
+    Wrong("compare tiny/target --steps 0 --prompt-ids 384", "--steps: found 0", "expected ids of",
+          "use this model's tokenizer"),
+    Wrong("compare tiny/target --steps 4096", "found 4096", "expected 1 to 4072", "change it"),
+    Wrong("compare tiny/target --json full", "full is a directory", "name of a file", "choose"),
+    Wrong("serve --url h:1 --model m --tokens 0", "found 'h:1'", "expected http://", "base"),
+    Wrong(f"serve {WRONG}", "127.0.0.1:9", "an OpenAI-compatible server", "start it"),
+    Wrong(f"serve {WRONG} --checkpoint nowhere --prompts no --record full --draft other_model",
+          "--prompts: found no file no", "expected an absent or empty directory", "choose another"),
+    Wrong("serve --model m", "Missing from", "--url STR", PRINTED),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def workspace(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wrong")
+    make_workspace(folder)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def here(workspace, monkeypatch):
+    monkeypatch.chdir(workspace)
+    monkeypatch.delenv("SLURM_STEP_NODELIST", raising=False)
+
+
+@pytest.mark.parametrize("wrong", K3, ids=lambda w: w.command)
+def test_k3(wrong, workspace, capsys):
+    assert not problems(cli.main, wrong, capsys, workspace)
+
+
+@pytest.mark.parametrize("wrong", PARITY, ids=lambda w: w.command)
+def test_parity(wrong, workspace, capsys):
+    pytest.importorskip("torch")
+    assert not problems(parity_command.main, wrong, capsys, workspace)
+
+
+def test_no_row_is_given_twice():
+    commands = [w.command for w in K3 + PARITY]
+    assert len(commands) == len(set(commands)) > 80
+
+
+def test_what_a_message_lacks_is_found():
+    wrong = Wrong("x", "found 1", "expected 2", "change it")
+    assert not lacking("k3: found 1,\n  expected 2;  change it", wrong)
+    assert len(lacking("k3: found 1", wrong)) == 2
+    assert plain("│ a │\n ------ b") == "a b"
