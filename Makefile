@@ -1,4 +1,4 @@
-# Targets: venv demo test test-all lint docs links venv312 test312 venv-vllm test-vllm clean. `make` alone prints them.
+# Targets: venv demo test test-all lint docs links notebooks venv312 test312 venv-vllm test-vllm clean. `make` alone prints them.
 #
 # PYTHON       the interpreter of .venv, 3.11 or newer
 # TORCH_INDEX  an index with CPU builds of torch, where the default one has only CUDA builds:
@@ -22,9 +22,9 @@ JAX_ONLY_TESTS ?= $(addprefix bench/test_,roofline.py result.py timing.py decode
   test_cli.py test_readme.py test_kernels_mxfp4.py test_kernels_skinny.py test_kernels_experts.py \
   test_kernels_attn_res.py test_kernels_aot.py test_kernels_kda.py test_kernels_commit.py \
   test_kernels_topk.py test_kernels_vocab.py test_kernels_mla.py test_specialized_trace.py \
-  test_binding.py test_plan.py)
+  test_binding.py test_plan.py test_notebooks.py)
 
-.PHONY: help venv demo test test-all lint docs links venv312 test312 venv-vllm test-vllm clean
+.PHONY: help venv demo test test-all lint docs links notebooks venv312 test312 venv-vllm test-vllm clean
 .DELETE_ON_ERROR:
 
 help:
@@ -35,6 +35,7 @@ help:
 	@echo "lint      ruff and pyright"
 	@echo "docs      the documentation, to docs/_build; warnings are errors"
 	@echo "links     whether links of the documentation to other sites still lead somewhere (network)"
+	@echo "notebooks executed notebooks, to build/notebooks; write_a_kernel needs JAX >= 0.11.2"
 	@echo "test312   the JAX-only tests with the newest JAX, where a Python >= 3.12 is found"
 	@echo "test-vllm names and objects of vLLM 0.33.0, in an environment of its own (9 GB, no GPU needed)"
 	@echo "clean     remove build/, docs/_build/ and caches, not the environments"
@@ -80,6 +81,19 @@ links: $(VENV)/.stamp-docs
 
 $(VENV)/.stamp-docs: $(VENV)/.stamp
 	$(BIN)/python $(PIP_INSTALL) -c constraints/py311.txt -e '.[docs]'
+	@touch $@
+
+# Notebooks that run under this environment's JAX, executed and written with their outputs.
+NOTEBOOKS ?= inside_one_step change_the_model speculation where_the_time_goes
+
+notebooks: $(VENV)/.stamp-notebooks
+	mkdir -p build/notebooks
+	for name in $(NOTEBOOKS); do JAX_PLATFORMS=cpu $(BIN)/jupytext --quiet --to ipynb --execute \
+	  --run-path . --output build/notebooks/$$name.ipynb notebooks/$$name.py || exit 1; done
+	@echo "build/notebooks/*.ipynb"
+
+$(VENV)/.stamp-notebooks: $(VENV)/.stamp
+	$(BIN)/python $(PIP_INSTALL) -c constraints/py311.txt -e '.[notebooks]'
 	@touch $@
 
 # Prints the path of a Python >= 3.12, also one that pyenv holds without having it selected.

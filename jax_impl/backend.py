@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax_impl.config import ModelConfig, RunConfig
 from jax_impl.stages import limits, specialized, standard
+
+Stage = Callable[..., Any]
 
 
 class Backend(NamedTuple):
@@ -15,22 +17,22 @@ class Backend(NamedTuple):
     With `whole_stacks` a stage gets each layer's weights as a `Layer`: the stacks and its place.
     """
 
-    embed: Callable
-    attn_in: Callable
-    kda: Callable
-    kda_step: Callable
-    mla: Callable
-    attn_out: Callable
-    dense: Callable
-    route: Callable
-    experts: Callable
-    moe_out: Callable
-    head_in: Callable
-    logits: Callable
-    kda_commit: Callable
-    draft_context: Callable
-    draft_block: Callable
-    draft_markov: Callable
+    embed: Stage
+    attn_in: Stage
+    kda: Stage
+    kda_step: Stage
+    mla: Stage
+    attn_out: Stage
+    dense: Stage
+    route: Stage
+    experts: Stage
+    moe_out: Stage
+    head_in: Stage
+    logits: Stage
+    kda_commit: Stage
+    draft_context: Stage
+    draft_block: Stage
+    draft_markov: Stage
     whole_stacks: bool = False
 
 

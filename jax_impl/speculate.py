@@ -27,7 +27,7 @@ from jax_impl.backend import AUTO, Backend
 from jax_impl.cache import Cache, SpeculativeOutputs, StepInputs, StepOutputs
 from jax_impl.draft_weights import DraftWeights
 from jax_impl.drafter import propose, write_context
-from jax_impl.model import forward
+from jax_impl.model import Record, forward
 from jax_impl.params import Weights
 from jax_impl.sampling import acceptance_uniforms, all_finite, token_noise
 from jax_impl.sharding import (
@@ -101,13 +101,18 @@ def verify(
     cache: Cache,
     inputs: StepInputs,
     taps: tuple[int, ...] = (),
+    record: Record | None = None,
 ) -> tuple[Cache, SpeculativeOutputs, jax.Array | None]:
     """The target's part of a step: verify anchor and drafts, accept, commit what was accepted.
 
-    Returns the cache, what was emitted, and the tapped streams [N, G D].
+    Returns the cache, what was emitted, and the tapped streams [N, G D]. `record`, if given, is
+    filled as by `forward`, and with `logits` f32 [B, T, X], zeros in rows that are not real.
     """
-    found = forward(static, backend, weights, cache, inputs, commit=False, taps=taps)
-    tokens, count, finite = _judge(static, backend, method, weights, inputs, found.hidden)
+    found = forward(static, backend, weights, cache, inputs, record, commit=False, taps=taps)
+    values = _logits(static, backend, weights, inputs, found.hidden)
+    if record is not None:
+        record["logits"] = values
+    tokens, count, finite = _judge(static, method, inputs, values)
     cache = _commit(static, backend, found.cache, found.pending, inputs, count)
     return cache, SpeculativeOutputs(tokens, count, finite), found.taps
 
@@ -126,20 +131,20 @@ def _check(inputs: StepInputs, method: Acceptance, drafts: int) -> None:
         )
 
 
-def _judge(
-    static: Static,
-    backend: Backend,
-    method: Acceptance,
-    weights: Weights,
-    inputs: StepInputs,
-    hidden: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Tokens i32 [B, T], count i32 [B] and whether all logits are finite, from hidden [N, D]."""
-    batch, width = inputs.tokens.shape
+def _logits(
+    static: Static, backend: Backend, weights: Weights, inputs: StepInputs, hidden: jax.Array
+) -> jax.Array:
+    """F32 [B, T, X] from hidden [N, D]; zeros in rows that are not real."""
     values, _, _ = backend.logits(static, weights.root, hidden)
-    values = values.reshape(batch, width, -1)
-    real = inputs.row_live()
-    values = jnp.where(real[..., None], values, 0.0)
+    values = values.reshape(*inputs.tokens.shape, -1)
+    return jnp.where(inputs.row_live()[..., None], values, 0.0)
+
+
+def _judge(
+    static: Static, method: Acceptance, inputs: StepInputs, values: jax.Array
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Tokens i32 [B, T], count i32 [B] and whether all logits are finite, from logits [B, T, X]."""
+    width, real = inputs.tokens.shape[1], inputs.row_live()
     finite = all_finite(values, static.ranks)
     drafts = jnp.where(real[:, 1:], inputs.tokens[:, 1:], -1)
     uniforms = acceptance_uniforms(

@@ -89,6 +89,7 @@ NOT_RUN = (
     (r"python -m parity\.kernel_aot.*", "needs the extra `aot`: parity/test_kernels_aot.py"),
     (r"python -m bench\.loader_ranks", "writes 12 GB: parity/test_prepared.py counts its reads"),
     (r"pip install .*", "changes the environment; .ci/run installs"),
+    (r"MPLBACKEND=Agg \S+ notebooks/\w+\.py", "parity/test_notebooks.py runs every notebook"),
 )
 # quick enough for every run of the tests, in one process
 QUICK = re.compile(

@@ -7,7 +7,7 @@ every layer on the reference's own input of that layer, so that errors do not ch
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from jax_impl.checkpoint import Checkpoint
 from jax_impl.ids import parse_ids
 from parity import metrics
 from parity.driver import ROWS, Arrays, Driver, Session
-from parity.layerwise import inject
+from parity.layerwise import Built, build_layer, inject
 from parity.op_torch import DTYPES
 from parity.tolerances import tolerance
 from parity.verdict import Verdict, Where, compare, judge
@@ -97,16 +97,17 @@ def _run(
 ) -> Iterator[Verdict]:
     want, record = reference(model, ids)
     got, _, _, _ = driver.whole(ids)
-    yield from _logits(where.at(case="whole"), got, want, prompt_length)
+    yield from check_logits(where.at(case="whole"), got, want, prompt_length)
     session = Session(driver)
     sequence = session.sequence(slot=3)
     for token in ids:
         session.step([None] * (ROWS - 1) + [(sequence, np.array([token]))], 1)
-    yield from _logits(where.at(case="stepwise"), sequence.rows(), want, prompt_length)
+    yield from check_logits(where.at(case="stepwise"), sequence.rows(), want, prompt_length)
     yield from check_layers(where, driver, model, ids, record)
 
 
-def _logits(where: Where, got: np.ndarray, want: np.ndarray, start: int) -> Iterator[Verdict]:
+def check_logits(where: Where, got: np.ndarray, want: np.ndarray, start: int) -> Iterator[Verdict]:
+    """Logits [T, V] of one sequence, and the choices behind its first `start` tokens."""
     rows = {
         "rows_margin": metrics.margin_rows(want).tolist(),
         "rows_error": np.abs(got - want).max(-1).tolist(),
@@ -139,9 +140,17 @@ def reference(model: Model, ids: np.ndarray) -> tuple[np.ndarray, Arrays]:
 
 
 def check_layers(
-    where: Where, driver: Driver, model: Model, ids: np.ndarray, record: Arrays
+    where: Where,
+    driver: Driver,
+    model: Model,
+    ids: np.ndarray,
+    record: Arrays,
+    build: Callable[..., Built] = build_layer,
 ) -> Iterator[Verdict]:
-    """Both halves of every layer on the reference's own inputs (`record` of `reference`)."""
+    """Both halves of every layer on the reference's own inputs (`record` of `reference`).
+
+    `build` makes compiled layers, see `layerwise.inject`.
+    """
     c, nm = driver.config, model.numerics
     streams = [_numpy(model.weights.embed(torch.from_numpy(ids)))]
     for layer in range(c.num_hidden_layers):
@@ -149,7 +158,7 @@ def check_layers(
         theirs = {k.removeprefix(name): v for k, v in record.items() if k.startswith(name)}
         bank = [streams[i] for i in range(layer) if c.starts_block(i)]
         wanted = _wanted(model, layer, theirs, streams[layer], nm)
-        own = inject(driver, layer, streams[layer], bank, y=wanted["y"])
+        own = inject(driver, layer, streams[layer], bank, build, wanted["y"])
         yield from _layer(where.at(case=f"injected layer{layer:02d}"), own, theirs, wanted)
         streams.append(theirs["prefix_sum_out"])
 

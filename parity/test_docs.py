@@ -21,7 +21,7 @@ INCLUDE = re.compile(r"^```\{include\} (\S+)", re.M)
 TOCTREE = re.compile(r"^```\{toctree\}\n(.*?)^```", re.S | re.M)
 # a path in code style that starts in one of our folders: `docs/bench.md`, `parity/golden`
 NAMED = re.compile(
-    r"`((?:docs|jax_impl|pallas_kernels|torch_ref|parity|bench|constraints)/[\w./*-]*)`"
+    r"`((?:docs|jax_impl|pallas_kernels|torch_ref|parity|bench|notebooks|constraints)/[\w./*-]*)`"
 )
 MADE = ("build/", "docs/_build")  # what commands write
 

@@ -7,6 +7,8 @@ between stages is either equal on all ranks or this rank's part as the docstring
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -98,6 +100,20 @@ def kda(
     Returns: heads [N, P] on this rank, and what `kda_commit` needs: records (or the state after
     each token, with `commit` "snapshots" and a step as short as a verification), raw projections.
     """
+    return kda_with(kda_ops.log_decay, static, w, layer, x, inputs, state, window)
+
+
+def kda_with(
+    gate_of: Callable[..., jax.Array],
+    static: Static,
+    w: Kda,
+    layer: int | jax.Array,
+    x: jax.Array,
+    inputs: StepInputs,
+    state: jax.Array,
+    window: jax.Array,
+) -> tuple[jax.Array, tuple[kda_ops.Records | kda_ops.Snapshots, jax.Array]]:
+    """`kda` with any log decay: `gate_of` takes and returns what `ops.kda.log_decay` does."""
     c, nx = static.config, static.nx
     batch, tokens = inputs.tokens.shape
     heads, width = c.kda_num_heads // static.ranks.size, c.kda_head_dim
@@ -110,7 +126,7 @@ def kda(
     old_state, old_window = _slot_contents(inputs, layer, state, window)
     mixed = kda_ops.short_conv(nx, raw, old_window, w.conv1d)
     q, k, v = (part.reshape(batch, tokens, heads, width) for part in jnp.split(mixed, 3, axis=-1))
-    g = kda_ops.log_decay(
+    g = gate_of(
         z.reshape(batch, tokens, heads, width),
         w.dt_bias.reshape(heads, width),
         w.A_log,
