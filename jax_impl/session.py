@@ -278,7 +278,7 @@ class StepOf:
 
 def shapes_of(tree: Any) -> dict[str, str]:
     """Shape and dtype of every array, by path."""
-    leaves: list[Any] = jax.tree_util.tree_leaves_with_path(tree)
+    leaves: Any = jax.tree_util.tree_leaves_with_path(tree)
     return {jax.tree_util.keystr(path): f"{x.dtype} {tuple(x.shape)}" for path, x in leaves}
 
 

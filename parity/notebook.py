@@ -112,7 +112,7 @@ class Comparison:
 
     def table(self) -> str:
         """One line per verdict: case, quantity, metric, value, limit, outcome."""
-        lines = [("case", "quantity", "metric", "value", "limit", "")]
+        lines: list[tuple[str, ...]] = [("case", "quantity", "metric", "value", "limit", "")]
         for v in self.verdicts:
             numbers = ("-" if x is None else f"{x:.2e}" for x in (v.value, v.limit))
             lines.append((v.where.case, v.quantity, v.judged, *numbers, v.status))
