@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from jax_impl.backend import Backend
 from jax_impl.cache import Cache, StepInputs
+from jax_impl.config import ModelConfig
 from jax_impl.params import Dense, Kda, Layer, LayerWeights, Moe, Weights
 from jax_impl.stages.contract import Delta, whole
 from jax_impl.static import Static
@@ -42,29 +46,72 @@ class Place(NamedTuple):
     attention: int | jax.Array  # ordinal among the layers of the same attention kind
 
 
+class Repeat(NamedTuple):
+    """From layer `first` on, `period` layers that come `turns` times in the same order of kinds."""
+
+    first: int
+    period: int
+    turns: int
+
+
+def repeated(config: ModelConfig) -> Repeat:
+    """Whole AttnRes blocks of layers with experts that are all like the first of them."""
+    c, period = config, config.attn_res_block_size
+    first = -(-c.first_k_dense_replace // period) * period
+
+    def alike(turn: int) -> bool:
+        begin = first + turn * period
+        return begin + period <= c.num_hidden_layers and all(
+            c.is_mla(first + i) == c.is_mla(begin + i) for i in range(period)
+        )
+
+    return Repeat(first, period, next(t for t in itertools.count() if not alike(t)))
+
+
 def layer_weights(
-    static: Static, weights: Weights, layer: int, whole_stacks: bool = False
+    static: Static,
+    weights: Weights,
+    layer: int,
+    whole_stacks: bool = False,
+    turn: int | jax.Array = 0,
 ) -> LayerWeights:
-    """Weights of layer `layer` (0-based): slices of the stacks, or with `whole_stacks` places."""
+    """Weights of layer `layer` (0-based): slices of the stacks, or with `whole_stacks` places.
+
+    With `turn`, which may be data, those of the layer so many whole repeats further.
+    """
     c = static.config
     attention = weights.mla if c.is_mla(layer) else weights.kda
     mlp = weights.dense if c.is_dense(layer) else weights.moe
     found = LayerWeights(
-        Layer(weights.layer, layer),
-        Layer(attention, c.attn_ordinal(layer)),
-        Layer(mlp, c.mlp_ordinal(layer)),
+        Layer(weights.layer, _further(c, lambda i: i, layer, turn)),
+        Layer(attention, _further(c, c.attn_ordinal, layer, turn)),
+        Layer(mlp, _further(c, c.mlp_ordinal, layer, turn)),
     )
     return found if whole_stacks else LayerWeights(*(part.sliced() for part in found))
+
+
+def _further(
+    c: ModelConfig, number: Callable[[int], int], layer: int, turn: int | jax.Array
+) -> int | jax.Array:
+    """`number` of the layer `turn` repeats after `layer`; it grows by the same in each."""
+    here = number(layer)
+    if isinstance(turn, int) and turn == 0:
+        return here
+    return here + turn * (number(layer + c.attn_res_block_size) - here)
 
 
 def _is(weights: Any, kind: type) -> bool:
     return isinstance(weights.stacks if isinstance(weights, Layer) else weights, kind)
 
 
-def place(static: Static, layer: int) -> Place:
-    """Where layer `layer` (0-based) stands."""
+def place(static: Static, layer: int, turn: int | jax.Array = 0) -> Place:
+    """Where layer `layer` (0-based) stands, or the layer `turn` whole repeats further."""
     c = static.config
-    return Place(c.starts_block(layer), c.snapshots_before(layer), c.attn_ordinal(layer))
+    return Place(
+        c.starts_block(layer),
+        _further(c, c.snapshots_before, layer, turn),
+        _further(c, c.attn_ordinal, layer, turn),
+    )
 
 
 def run_layer(
@@ -146,24 +193,35 @@ def forward(
         commit: False keeps the KDA state as it was; the pending commits come back per KDA layer.
         taps: layers (0-based, ascending) whose output, the un-normalised running sum, is wanted.
     """
-    c = static.config
+    c, again = static.config, repeated(static.config)
     embedded = backend.embed(static, weights.root, inputs)
     bank = jnp.zeros((embedded.shape[0], c.num_snapshots, c.hidden_size), embedded.dtype)
     stream = Stream(embedded, bank, jnp.zeros_like(embedded))
-    pending, left = [], []
-    for layer in range(c.num_hidden_layers):
-        found: Record | None = None if record is None else {}
-        with jax.named_scope(f"layer{layer:02d}"):
-            stream, cache, waiting = run_layer(
-                static, backend, layer_weights(static, weights, layer, backend.whole_stacks),
-                place(static, layer), stream, cache, inputs, found, commit=commit,
-            )  # fmt: skip
-        if waiting is not None:
-            pending.append(waiting)
-        if layer - 1 in taps:
-            left.append(stream.entered)
-        if record is not None and found is not None:
-            record |= {f"layer{layer:02d}.{name}": value for name, value in found.items()}
+
+    def layers(which: range, turn: int | jax.Array, stream: Stream, cache: Cache) -> Any:
+        """These layers, or those `turn` repeats further; pending commits, and each one's input."""
+        pending, entered = [], {}
+        for layer in which:
+            found: Record | None = None if record is None else {}
+            with jax.named_scope(f"layer{layer:02d}"):
+                stream, cache, waiting = run_layer(
+                    static, backend,
+                    layer_weights(static, weights, layer, backend.whole_stacks, turn),
+                    place(static, layer, turn), stream, cache, inputs, found, commit=commit,
+                )  # fmt: skip
+            pending += [] if waiting is None else [waiting]
+            entered[layer] = stream.entered
+            if record is not None and found is not None:
+                record.update({f"layer{layer:02d}.{name}": value for name, value in found.items()})
+        return stream, cache, pending, entered
+
+    if record is None and backend.whole_stacks and again.turns > 1:
+        stream, cache, pending, entered = _with_loop(again, c.num_hidden_layers, layers, taps)(
+            stream, cache
+        )
+    else:
+        stream, cache, pending, entered = layers(range(c.num_hidden_layers), 0, stream, cache)
+    left = [entered[tap + 1] for tap in taps if tap + 1 in entered]
     hidden, last = backend.head_in(
         static, weights.root, stream.prefix, stream.snapshots, c.num_snapshots, stream.delta
     )
@@ -172,3 +230,29 @@ def forward(
     if record is not None:
         record |= {"embed": embedded, "snapshots": stream.snapshots, "hidden": hidden}
     return Forward(hidden, cache, pending, jnp.concatenate(left, axis=-1) if left else None)
+
+
+def _with_loop(again: Repeat, total: int, layers: Callable, taps: tuple[int, ...]) -> Callable:
+    """`layers` over all of the model, its repeated part as one loop: a program of a third the size.
+
+    Only for stages that take whole stacks: a slice at a number known at run time is a copy.
+    """
+    first, period, turns = again
+    block = range(first, first + period)
+    # inputs of layers that somebody wants; in the loop the same ones of every block
+    wanted = {(tap + 1 - first) % period for tap in taps if 0 <= tap + 1 - first < turns * period}
+
+    def run(stream: Stream, cache: Cache) -> Any:
+        def body(carry: tuple[Stream, Cache], turn: jax.Array) -> Any:
+            stream, cache, pending, entered = layers(block, turn, *carry)
+            return (stream, cache), (pending, {i: entered[first + i] for i in sorted(wanted)})
+
+        stream, cache, pending, entered = layers(range(first), 0, stream, cache)
+        (stream, cache), (kept, found) = lax.scan(body, (stream, cache), jnp.arange(turns))
+        for turn in range(turns):
+            pending += [jax.tree.map(lambda a, t=turn: a[t], one) for one in kept]
+            entered |= {first + turn * period + i: found[i][turn] for i in found}
+        stream, cache, more, last = layers(range(first + period * turns, total), 0, stream, cache)
+        return stream, cache, pending + more, entered | last
+
+    return run

@@ -250,8 +250,9 @@ def test_a_wrong_count_a_wrong_text_and_a_wrong_distribution_fail(recorded):
     ids = folder.tensors["case1.greedy_ids"].copy()
     ids[3::4] = (ids[3::4] + 1) % 128  # a single one may be excused by a near-tie
     folder.tensors["case1.greedy_ids"] = ids
-    rows = folder.tensors["case1.warm_top_logprobs"]
-    folder.tensors["case1.warm_top_logprobs"] = rows * 1.3
+    rows = folder.tensors["case1.warm_top_logprobs"].copy()
+    rows[:, :2] = np.log(0.5)  # this model is nearly certain of each token
+    folder.tensors["case1.warm_top_logprobs"] = rows
     bad = {(v.where.case, v.quantity) for v in judged(folder) if v.status == "failed"}
     assert ("case0 dspark, accepted counts", "drafts of each step") in bad
     assert ("case1 greedy, teacher-forced", "best token") in bad

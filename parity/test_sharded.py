@@ -59,8 +59,8 @@ def test_whole_matrix(subject, batch):
     run(CHECK.format(settings={subject: chosen}), timeout=3000)
 
 
-def in_four_processes(tmp_path, case, timeout):
-    """Four processes of four devices."""
+def in_four_processes(tmp_path, case, timeout, ranks=16):
+    """Four processes that share the ranks, a device each."""
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
     env.pop("XLA_FLAGS", None)
     port, logs = free_port(), [tmp_path / f"log{i}" for i in range(4)]
@@ -70,7 +70,7 @@ def in_four_processes(tmp_path, case, timeout):
             options = {
                 "suite": "sharded", "case": case, "json": tmp_path / "verdicts.json",
                 "coordinator": f"127.0.0.1:{port}", "num-processes": 4, "process-id": i,
-                "local-devices": 4, "stall-timeout": timeout, "start-timeout": 120,
+                "local-devices": ranks // 4, "stall-timeout": timeout, "start-timeout": 120,
             }  # fmt: skip
             given = [str(x) for name, value in options.items() for x in (f"--{name}", value)]
             command = [sys.executable, "-m", "parity", "run", *given]
@@ -97,7 +97,7 @@ def test_four_processes(tmp_path):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("tp", [8, 16])
 def test_whole_matrix_in_four_processes(tmp_path, tp):
-    found = in_four_processes(tmp_path, f"{PRESET} TP{tp}", 3000)
+    found = in_four_processes(tmp_path, f"{PRESET} TP{tp}", 3000, tp)
     assert len({v["case"] for v in found}) >= 8
     assert {v["quantity"] for v in found} >= {"emitted ids", "tokens per step"}
 

@@ -32,9 +32,9 @@ def decay_clamped(original, z, dt_bias, a_log, lower_bound):
     return jnp.maximum(decay_softplus(None, z, dt_bias, a_log, lower_bound), lower_bound)
 
 
-def no_output_scale(original, state, q, *rest):
+def no_output_scale(original, state, q, *rest, **options):
     """The query is not scaled by the root of the head width."""
-    return original(state, q * q.shape[-1] ** 0.5, *rest)
+    return original(state, q * q.shape[-1] ** 0.5, *rest, **options)
 
 
 def decay_after_prediction(original, state, q, k, v, g, beta):
@@ -51,9 +51,9 @@ def read_before_write(original, state, q, k, v, g, beta):
     return after, jnp.sum(state * jnp.exp(g)[..., None, :] * q[..., None, :], -1), update
 
 
-def state_key_first(original, *arguments):
+def state_key_first(original, *arguments, **options):
     """The state is handed on as [key, value]: equal extents hide it from every shape check."""
-    state, o, records = original(*arguments)
+    state, o, records = original(*arguments, **options)
     return jnp.swapaxes(state, -1, -2), o, records
 
 
