@@ -146,12 +146,12 @@ def test_quiet_says_nothing_but_what_json_asks_for(name, tiny, tmp_path, capsys)
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["generate", "convert", "golden"])
-def test_quiet_commands_that_work_longer(name, tiny, tmp_path, monkeypatch, capfd):
+def test_quiet_commands_that_work_longer(name, tiny, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(ROOT)
     main = parity_command.main if name == "golden" else cli.main
     line, out = _line(name, tiny, tmp_path), tmp_path / "result.json"
     assert run(main, *line, "--quiet", "--json", out) == 0
-    shown = capfd.readouterr()
+    shown = capsys.readouterr()
     assert json.loads(out.read_text()) and not shown.out and not shown.err
 
 
