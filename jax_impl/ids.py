@@ -15,10 +15,10 @@ def parse_ids(text: str) -> list[int]:
     source = "the list"
     if not text.strip():
         raise ValueError("no token ids given; expected FILE or a list such as 1,2,3; give one")
-    first = text.strip()[0]
-    if not (first.isdigit() or first == "[") or Path(text).is_file():
-        path = Path(text)
-        if not path.is_file():
+    path, first = Path(text), text.strip()[0]
+    there = _is_file(path)
+    if there or not (first.isdigit() or first == "["):
+        if not there:
             raise ValueError(
                 f"found {text!r}, expected an existing file or a list such as 1,2,3; check the "
                 "name, or give the ids themselves"
@@ -45,3 +45,11 @@ def parse_ids(text: str) -> list[int]:
             "integers; correct it"
         )
     return ids
+
+
+def _is_file(path: Path) -> bool:
+    """Whether a file is there; a long list of ids is no name that one could have."""
+    try:
+        return path.is_file()
+    except OSError:
+        return False

@@ -195,3 +195,11 @@ def test_versions_of_jax(version, words, monkeypatch):
     message = str(raised.value)
     assert f"JAX {jax.__version__} found, kernels need" in message and words in message
     assert "Use decode_backend 'auto'" in message
+
+
+def test_a_long_list_of_ids_is_no_file_name(tmp_path):
+    ids = list(range(3, 2000))
+    assert parse_ids(",".join(map(str, ids))) == ids == parse_ids(str(ids))
+    file = tmp_path / "1,2"  # a name that looks like a list
+    file.write_text("7 8")
+    assert parse_ids(str(file)) == [7, 8]
