@@ -181,7 +181,8 @@ def test_all_problems_come_at_once():
     with pytest.raises(RecordError) as error:
         parse(meta, tensors, "here")
     lines = str(error.value).split("\n")
-    assert len(lines) == 6 and all(line.startswith("here: ") for line in lines)
+    assert len(lines) == 7 and all(line.startswith("here: ") for line in lines)
+    assert "docs/records.md" in lines[-1]  # what to do
 
 
 def test_a_text_cut_inside_its_last_step_is_valid():

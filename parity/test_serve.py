@@ -282,7 +282,7 @@ def prepared(url, **changes):
 def test_the_checkpoint_is_the_server_s_own_or_has_to_be_given(engine, pair, tmp_path):
     with serving(engine, NAME, pair / "target", Manners()) as url:
         assert prepared(url).target == pair / "target"
-        with pytest.raises(ServeError, match="ckpt"):
+        with pytest.raises(ServeError, match="--checkpoint"):
             prepared(url, ckpt=tmp_path)
     with serving(engine, NAME, tmp_path / "far" / "away", Manners()) as url:
         with pytest.raises(ServeError, match="not on this machine"):
