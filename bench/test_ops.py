@@ -73,4 +73,4 @@ def test_cases_are_listed_and_a_wrong_name_is_refused(capsys):
 
 def test_without_a_gpu_nothing_is_run(capsys):
     assert main(["ops", "attn_res"]) == 2
-    assert "need an NVIDIA GPU" in capsys.readouterr().err
+    assert "expected an NVIDIA GPU" in capsys.readouterr().err
