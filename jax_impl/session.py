@@ -19,7 +19,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import numpy as np
@@ -278,7 +278,7 @@ class StepOf:
 
 def shapes_of(tree: Any) -> dict[str, str]:
     """Shape and dtype of every array, by path."""
-    leaves: list[Any] = jax.tree_util.tree_leaves_with_path(tree)
+    leaves = cast("list[tuple[Any, Any]]", jax.tree_util.tree_leaves_with_path(tree))
     return {jax.tree_util.keystr(path): f"{x.dtype} {tuple(x.shape)}" for path, x in leaves}
 
 
