@@ -195,7 +195,7 @@ print(f"distinct experts over {len(whole.state.ids) - 1} tokens, by layer: {dist
 # their reasons are in `parity/tolerances.py`.
 
 # %%
-checked = k3.compare(session, found.state.ids, prompt=len(prompt))
+checked = k3.compare(session, state.ids[: state.position], prompt=len(prompt))
 print(f"{len(checked.verdicts)} comparisons, {len(checked.failed)} failed")
 for layer, v in checked.by_layer("prefix_sum_out").items():
     print(f"layer {layer} ({kinds[layer]}): relative L2 {v.value:.1e}, limit {v.limit:.0e}")

@@ -30,7 +30,8 @@ import numpy as np
 from jax_impl.acceptance_config import SYNTHETIC_LABEL
 from parity import notebook as k3
 
-session = k3.make_tiny("build/notebooks", preset="tiny", seed=2, tokens=512)
+sizes = {"num_hidden_layers": 4}
+session = k3.make_tiny("build/notebooks", preset="tiny", seed=2, overrides=sizes, tokens=512)
 prompt = list(range(40, 56))
 start = k3.prefill(session, prompt).state
 

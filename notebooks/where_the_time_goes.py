@@ -160,7 +160,7 @@ if passed:
             c for c in result["conditions"]["shapes"]["cases"] if f"us_per_layer.{c}" in figures
         ]
         times = [figures[f"us_per_layer.{c}"]["value"] for c in cases]
-        axes.plot(cases, times, "o-", label=f"{name}: {result['conditions']['backend']}")
+        axes.plot(cases, times, "o", label=f"{name}: {result['conditions']['backend']}")
         lowest = [figures[f"floor_us_per_layer.{c}"]["value"] for c in cases]
         axes.plot(cases, lowest, "_", markersize=20, color="grey")
     axes.set(ylabel="us per layer", title="one rank of 16, compute only, parity passed; bar: floor")

@@ -114,8 +114,8 @@ class Comparison:
         """One line per verdict: case, quantity, metric, value, limit, outcome."""
         lines: list[tuple[str, ...]] = [("case", "quantity", "metric", "value", "limit", "")]
         for v in self.verdicts:
-            numbers = ("-" if x is None else f"{x:.2e}" for x in (v.value, v.limit))
-            lines.append((v.where.case, v.quantity, v.judged, *numbers, v.status))
+            value, limit = ("-" if x is None else f"{x:.2e}" for x in (v.value, v.limit))
+            lines.append((v.where.case, v.quantity, v.judged, value, limit, v.status))
         widths = [max(len(line[i]) for line in lines) for i in range(6)]
         return "\n".join(
             "  ".join(x.ljust(w) for x, w in zip(line, widths, strict=True)).rstrip()
@@ -185,7 +185,8 @@ def compare(session: Session, ids: Sequence[int], *, prompt: int = 1) -> Compari
     where = Where(
         "compare", session.path.name, "whole", run.compute, run.profile, AGAINST, "session"
     )
-    own = prefill(session, ids).logits.astype(np.float64)
+    # recorded, as for `drift`: one compilation serves both
+    own = prefill(session, ids, record=True).logits.astype(np.float64)
     array = np.asarray(ids, np.int64)
     want, streams = reference(model, array)
     verdicts = list(check_logits(where, own, want, prompt))
