@@ -134,7 +134,7 @@ class Shell:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3000)
+@pytest.mark.timeout(7200)  # thirty programs, each of which compiles
 @pytest.mark.parametrize("page", PAGES)
 def test_all_lines_of_a_page(page, tmp_path, monkeypatch):
     pytest.importorskip("torch")
