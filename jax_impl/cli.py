@@ -233,7 +233,7 @@ def make_tiny(
         directory: where to write; must not hold anything yet.
         output: where the result goes.
         preset: sizes (see the documentation of `jax_impl.tiny_presets`).
-        seed: every value is a function of (seed, tensor name).
+        seed: 0..2^32-1; every value is a function of (seed, tensor name).
     """
     output.prepare()
     from jax_impl.make_tiny import make_checkpoint

@@ -203,3 +203,19 @@ def test_a_long_list_of_ids_is_no_file_name(tmp_path):
     file = tmp_path / "1,2"  # a name that looks like a list
     file.write_text("7 8")
     assert parse_ids(str(file)) == [7, 8]
+
+
+@pytest.mark.parametrize("text", ["1_0,2", "1,,2", ",1", "1,", "1,٣", "٣,4", "²", "1,+5", "0x10"])
+def test_what_is_no_plain_number_is_no_token_id(text, tmp_path):
+    file = tmp_path / "ids"
+    file.write_text(text)
+    for given in (text, str(file)):
+        with pytest.raises(ValueError, match=r"found .*expected (whole numbers|an existing file)"):
+            parse_ids(given)
+
+
+def test_commas_and_blanks_may_stand_between_ids(tmp_path):
+    assert parse_ids("1, 2 ,3 4\n") == [1, 2, 3, 4] == parse_ids(" 1\t2\n3  4")
+    (tmp_path / "empty").write_text(" \n")
+    with pytest.raises(ValueError, match="non-empty"):
+        parse_ids(str(tmp_path / "empty"))

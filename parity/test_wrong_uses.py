@@ -91,6 +91,14 @@ K3 = (
     Wrong("check tiny/target --checksum", "--checksum", "you meant: --checksums", PRINTED),
     Wrong("make-tiny out --preset huge", "'huge'", "Expected one of ('tiny'", PRINTED),
     Wrong("make-tiny out --seed x", "'x'", "int()", PRINTED),
+    Wrong("make-tiny out --seed -1", "seed -1", "expected 0..4294967295", "choose one of these"),
+    Wrong(f"make-tiny out --seed {2**64}", f"seed {2**64}", "expected 0..4294967295", "choose one"),
+    Wrong("generate tiny/target --prompt-ids 1_0,2", "'1_0'", "expected whole numbers",
+          "tokenized"),
+    Wrong("generate tiny/target --prompt-ids 1,,2", "found nothing", "expected whole numbers",
+          "tokenized"),
+    Wrong("check outside", "tie_word_embeddings (beside text_config): found True", "expected False",
+          "as it was released"),
     Wrong("generate tiny/target", "Missing from k3 generate", "--prompt-ids STR", PRINTED),
 )  # fmt: skip
 PARITY = (
