@@ -119,6 +119,9 @@ class GenerateOptions:
     Attributes:
         steps: tokens to generate.
         temperature: 0 is greedy.
+        top_k: how many of the most probable tokens may be drawn; 0 is all.
+        top_p: draw from the most probable tokens that have this probability together; 1 is all.
+        min_p: share of the largest probability that a token needs to be drawn; 0 is none.
         seed: seed of the draws; a token depends on (seed, position) alone.
         ignore_eos: go on after the end-of-message token.
         profile: rounding as vLLM (V) or as the published code (H).
@@ -142,6 +145,9 @@ class GenerateOptions:
 
     steps: int = 32
     temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
     seed: int = 0
     ignore_eos: bool = False
     profile: Literal["V", "H"] = "V"

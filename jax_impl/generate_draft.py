@@ -12,7 +12,7 @@ from jax_impl.checkpoint import Checkpoint
 from jax_impl.config import ConfigError, RunConfig
 from jax_impl.draft_memory import draft_token_bytes, draft_weight_bytes
 from jax_impl.draft_weights import open_draft
-from jax_impl.generate import Driven, drive, load_with_progress
+from jax_impl.generate import Driven, drive, load_with_progress, sampling_of
 from jax_impl.loader import load_draft
 from jax_impl.sharding import Placement, require_ranks
 from jax_impl.speculative_engine import SpeculativeEngine
@@ -62,6 +62,7 @@ def speculative(
         chunk=min(options.chunk, len(ids)),
         placement=placement,
         check_replicas=options.check_replicas,
+        filters=bool(sampling_of(options).filters()),
     )
     return _result(drive(engine, ids, options), method, options)
 
