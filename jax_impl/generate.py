@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
+from jax_impl.acceptance_config import Acceptance, parse_rates
 from jax_impl.backend import Backend, choose_backend
 from jax_impl.checkpoint import Checkpoint
 from jax_impl.config import ConfigError, ModelConfig, RunConfig
@@ -93,8 +94,8 @@ def _settings(config: ModelConfig, ids: list[int], options: GenerateOptions) -> 
             "model's tokenizer"
         )
     problems += sampling_of(options).problems(option)
-    if options.draft is None:
-        problems += _speculation_without_draft(options)
+    without = options.draft is None
+    problems += _speculation_without_draft(options) if without else _speculation(options)
     run = None
     try:
         run = _run_config(options)
@@ -124,16 +125,40 @@ def _run_config(options: GenerateOptions) -> RunConfig:
         experts=options.experts,
         dcp=options.dcp,
         dcp_interleave=options.dcp_interleave,
+        commit=options.commit,
     )
+
+
+def acceptance_of(options: GenerateOptions) -> Acceptance:
+    """How the options judge drafts.
+
+    Raises:
+        ValueError: rates that are no numbers.
+    """
+    rates = None if options.accept_rates is None else parse_rates(options.accept_rates)
+    return Acceptance(options.accept, options.drafting, options.accept_length, rates)
+
+
+def _called(name: str) -> str:
+    """The option of a setting of `Acceptance`."""
+    other = {"rule": "accept", "length": "accept_length", "rates": "accept_rates"}
+    return option(other.get(name, name))
+
+
+def _speculation(options: GenerateOptions) -> list[str]:
+    try:
+        return acceptance_of(options).problems(options.drafts, _called)
+    except ValueError as error:
+        found = f"--accept-rates: {error}"
+    return [found, *Acceptance(drafting=options.drafting).problems(options.drafts, _called)]
 
 
 def _speculation_without_draft(options: GenerateOptions) -> list[str]:
     """Options that would be ignored: a plain run must not pass for a speculative one."""
     usual = type(options)()
     return [
-        f"--{name.replace('_', '-')} {getattr(options, name)}: only with --draft; expected a "
-        "drafter"
-        for name in ("drafts", "accept", "accept_length", "drafting")
+        f"{option(name)} {getattr(options, name)}: only with --draft; expected a drafter"
+        for name in ("drafts", "accept", "accept_length", "accept_rates", "drafting", "commit")
         if getattr(options, name) != getattr(usual, name)
     ]
 
