@@ -211,7 +211,7 @@ def filtered_texts() -> None:
         return [(engine.sequences[h].ids, engine.sequences[h].emitted) for h in handles]
 
     with tempfile.TemporaryDirectory() as scratch:
-        make_checkpoint(Path(scratch) / "pair", "tiny", 0)
+        make_checkpoint(Path(scratch) / "pair", "tiny", 0, overrides={"num_hidden_layers": 2})
         folder = Path(scratch) / "pair"
         want = texts(ONE_DEVICE, folder)
         assert texts(place_ranks(2), folder) == want

@@ -221,5 +221,6 @@ def test_draws_and_verdicts_are_the_same_over_ranks():
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1500)
 def test_filtered_texts_are_the_same_over_ranks():
     in_emulated_devices("from parity.emulated import filtered_texts; filtered_texts()", devices=2)
