@@ -12,8 +12,10 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import pytest
 
+from jax_impl import processes
 from jax_impl.checkpoint import Checkpoint
 from jax_impl.make_tiny import make_checkpoint
 from jax_impl.processes import ProcessError, Processes, ProcessOptions, find_processes
@@ -383,6 +385,21 @@ def test_slurm_and_options_together():
         find_processes(ProcessOptions(), SLURM | {"SLURM_PROCID": "x"})
     with pytest.raises(ProcessError, match=r"SLURM_STEP_NODELIST: found '\['"):
         find_processes(ProcessOptions(), SLURM | {"SLURM_STEP_NODELIST": "["})
+
+
+def test_the_limit_for_joining_ends_with_it(monkeypatch):
+    """Reading or making a checkpoint comes next and may take long without a word."""
+    ours, theirs = os.pipe()
+    monkeypatch.setattr(processes._State, "reporter", processes._Reporter(theirs))
+    monkeypatch.setattr(processes, "_exchange_once", lambda: None)
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **_: None)
+    processes.join(Processes("localhost:1", 1, 0))
+    joining, joined = Lines().feed(os.read(ours, 1 << 16))
+    assert (joining["doing"], joining["allow"]) == ("joining the other processes", 120.0)
+    assert (joined["doing"], joined["allow"], joined["step"]) == ("joined", 0.0, None)
+    for end in (ours, theirs):
+        os.close(end)
 
 
 def view(*statuses, **limits):
