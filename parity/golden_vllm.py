@@ -121,7 +121,7 @@ def check_record(
         else:
             own = {key: truth.logits for key, truth in truths.items()}
         yield from judge_logits(at, record, own, truths, noise)
-    yield from _accepted(where, record, target, draft, runs if tp == 1 else (), longest)
+    yield from _accepted(where, record, target, draft, runs, longest, tp)
 
 
 def judge_logits(
@@ -169,11 +169,9 @@ def _accepted(
     draft: Path | None,
     runs: tuple[tuple[str, str], ...],
     longest: int,
+    tp: int,
 ) -> Iterator[Verdict]:
-    """Accepted counts of the texts that have them.
-
-    On several ranks `runs` is empty: the drafter of `torch_ref` alone is then compared.
-    """
+    """Accepted counts of the texts that have them, against both drafters, ours on `tp` ranks."""
     texts: list[Text] = []
     for text in record.texts:
         at = where.at(case=f"{text.case} {text.kind}, accepted counts")
@@ -197,7 +195,7 @@ def _accepted(
     )
     noise = draft_noise(exact, rounded)
     for dtype, profile in runs:
-        propose = jax_proposals(target, draft, dtype, profile, k, longest)
+        propose = jax_proposals(target, draft, dtype, profile, k, longest, tp)
         at = where.at(dtype=dtype, profile=profile, ours="jax")
         for text in texts:
             yield check_steps(at, record, text, propose(text), noise)

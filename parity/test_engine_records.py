@@ -293,4 +293,14 @@ def test_the_same_over_ranks(recorded, tmp_path):
     found = json.loads(done.stdout)["verdicts"]
     assert {v["quantity"] for v in found if v["ours"] == "jax"} >= {"median KL", "differing rows"}
     steps = [v for v in found if v["quantity"] == "drafts of each step"]
-    assert {v["ours"] for v in steps} == {"torch"}
+    assert {(v["ours"], v["dtype"]) for v in steps} == {
+        ("jax", "float32"), ("jax", "bfloat16"), ("torch", "float32"),
+    }  # fmt: skip
+    assert len(steps) == 3 * len(PROMPTS)  # nothing is left out that one rank compares
+    told = {v["ours"]: [] for v in steps}
+    for v in steps:
+        if v["dtype"] == "float32":
+            told[v["ours"]].append((v["case"], v["metrics"]))
+    for (case, mine), (same, theirs) in zip(told["jax"], told["torch"], strict=True):
+        assert case == same and mine["equal"] == theirs["equal"]
+        assert np.allclose(mine["deficits"], theirs["deficits"], atol=1e-3)
