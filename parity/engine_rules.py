@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 
 from parity import metrics
+from parity.engine_ties import near_ties
 from parity.engine_truth import Noise, Truth
 from parity.records import Distribution, Record, Text
 from parity.tolerances import tolerance
@@ -58,19 +59,20 @@ class Wanted(NamedTuple):
 def explained(
     where: Where, wanted: Wanted, logits: np.ndarray, truth: Truth, noise: Noise
 ) -> Verdict:
-    """Every row with another best token has a small deficit or a near-tie."""
+    """Every row with another best token has a small deficit, or a near-tie that can do as much."""
     near, tie = tolerance("engine_margin"), tolerance("engine_near_tie")
     rows, ratios = wanted.rows(logits), wanted.rows(truth.gaps) / noise.gaps
     differ = wanted.differing(logits)
     reasons, deficits, left = [], [], []
     for row in differ:
-        deficit = float(rows[row].max() - rows[row, wanted.ids[row]])
+        token, best = int(wanted.ids[row]), int(rows[row].argmax())
+        deficit = float(rows[row, best] - rows[row, token])
         deficits.append(deficit)
         reason = f"row {row}: {deficit:.2g}"
         if not deficit <= near.limit * noise.logit:
-            ties = np.flatnonzero(ratios[row] <= tie.limit).tolist()
-            reason += "".join(_near_tie(wanted, truth, noise, row, place) for place in ties)
-            if not ties or not np.isfinite(deficit):
+            excuse = near_ties(truth, noise, row + wanted.first, token, best, deficit)
+            reason += excuse.words
+            if not excuse.enough:
                 left.append(deficit)
                 reason += " (UNEXPLAINED)"
         reasons.append(reason)
@@ -87,22 +89,10 @@ def explained(
     note = (
         f"{len(wanted.ids) - len(differ)} of {len(wanted.ids)} equal; recorded token's deficit by "
         f"row: {'; '.join(reasons) or 'none'} (explained: up to {near.limit * noise.logit:.2f}, or "
-        f"a router's gap up to {tie.limit:g} times what bf16 moves it by, which {share:.0%} of all "
-        "rows have)"
+        f"as far as a near-tie can turn it: a router's gap up to {tie.limit:g} times what bf16 "
+        f"moves it by, which {share:.0%} of all rows have)"
     )
     return judge(where, "differing rows", found, near, note)
-
-
-def _near_tie(wanted: Wanted, truth: Truth, noise: Noise, row: int, place: int) -> str:
-    """Names it, and the recorded token's deficit if exact arithmetic had decided otherwise."""
-    at = row + wanted.first
-    gap = truth.gaps[at, place]
-    words = f", near-tie in layer {truth.layers[place]} (gap {gap:.1e}, "
-    words += f"{gap / noise.gaps[place]:.2f} of its noise"
-    if truth.other_choice is not None:
-        other = truth.other_choice(at, place)
-        words += f"; decided otherwise: {other.max() - other[wanted.ids[row]]:.2g}"
-    return words + ")"
 
 
 # ---- distributions ----

@@ -34,6 +34,7 @@ class Truth(NamedTuple):
     logits: np.ndarray  # float32 V, [T, V]
     gaps: np.ndarray  # [T, L], see `ops.Routing`
     chosen: np.ndarray  # experts, ascending, [T, L, X]
+    edges: np.ndarray  # the last chosen expert and the next best, [T, L, 2]
     layers: list[int]  # 0-based
     bf16: np.ndarray  # bf16 H on one thread, [T, V]
     bf16_gaps: np.ndarray  # [T, L]
@@ -106,7 +107,7 @@ def _truth(exact: Model, rounded: Model, text: Text, *, draw: bool) -> Truth:
         with threads(count):
             draws.append(_logits(rounded, text))
     return Truth(
-        a.logits, a.gaps, a.chosen, a.layers, b.logits, b.gaps, b.chosen, draws,
+        a.logits, a.gaps, a.chosen, a.edges.numpy(), a.layers, b.logits, b.gaps, b.chosen, draws,
         _other_choice(exact, text, a),
     )  # fmt: skip
 
@@ -126,12 +127,12 @@ def _pass(model: Model, text: Text) -> _Pass:
 
 
 def _other_choice(model: Model, text: Text, exact: _Pass) -> Choose:
-    @lru_cache(maxsize=64)
+    @lru_cache(maxsize=1024)
     def choose(row: int, place: int) -> np.ndarray:
         last, following = exact.edges[row, place]
         ids = torch.from_numpy(exact.chosen[:, place].copy())
         ids[row][ids[row] == last] = following
         with threads(1):
-            return _logits(model, text, forced={exact.layers[place]: ids})[row]
+            return _logits(model, text, forced={exact.layers[place]: ids})[row].copy()
 
     return choose

@@ -9,8 +9,8 @@ the recorded text is fed (teacher forcing) and judged by these rules:
   bf16 (H) and the recorded float32 reference on the same rows (where there is none, `torch_ref` in
   float32), and equal best tokens are at most 3 points rarer than between these two;
 - every row with another best token is explained: the recorded token's logit is near the best one,
-  or in that row a router's choice hangs on a near-tie, which the report names, with what exact
-  arithmetic makes of the other choice. What is near is measured: see `engine_truth.Noise`;
+  or in that row a router's choice hangs on a near-tie, which the report names and which is shown
+  to do as much, see `engine_ties`. What is near is measured: see `engine_truth.Noise`;
 - where accepted counts are recorded, our drafter proposes what was accepted: see `engine_steps`.
 """
 
