@@ -6,14 +6,14 @@ fed by teacher forcing. See `parity.golden_vllm` for the rules in words.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from parity import metrics
 from parity.engine_ties import near_ties
-from parity.engine_truth import Noise, Truth
+from parity.engine_truth import THREADS, Noise, Truth
 from parity.records import Distribution, Record, Text
 from parity.tolerances import tolerance
 from parity.verdict import Verdict, Where, judge
@@ -148,13 +148,14 @@ def distributions(
         "kl_max": float(kl.max()),
         "yardstick": yard,
         "yardstick_draws": pairs,
+        "yardstick_threads": list(THREADS),
         "rows": len(kl),
         "listed": None if engine.ids is None else int(engine.ids.shape[1]),
         "by_router_margin": groups,
     }
     note = (
         f"to the engine {found['kl_median']:.2e}, largest {found['kl_max']:.2g}; torch_ref bf16 H "
-        f"to {kind} " + ", ".join(f"{p:.2e}" for p in pairs)
+        f"to {kind} {_draws(pairs, '.2e')}; yardstick: their median {yard:.2e}"
     )
     if engine.ids is not None:
         note += f"; over the {found['listed']} listed tokens and the rest as one"
@@ -174,6 +175,12 @@ def distributions(
 
 
 OWN = "torch_ref float32"
+
+
+def _draws(values: Iterable[float], form: str) -> str:
+    """The distances of all draws by what tells them apart."""
+    words = (f"{v:{form}} on {n}" for n, v in zip(THREADS, values, strict=True))
+    return ", ".join(words) + " thread(s)"
 
 
 def _reference(text: Text, record: Record, truth: Truth) -> tuple[np.ndarray, str]:
@@ -239,12 +246,14 @@ def best_tokens(
         "rows": rows,
         "equal": mine,
         "pair_equal": counts.tolist(),
+        "pair_threads": list(THREADS),
+        "yardstick": float(np.median(counts)),
         "exact_equal": exact_equal,
     }
     note = (
         f"{mine} of {rows} equal to the engine's; torch_ref bf16 H to float32 "
-        f"{', '.join(map(str, counts))} (by sum order, the median counts); float32 to the engine "
-        f"{exact_equal}"
+        f"{_draws(counts, 'd')}; yardstick: their median {found['yardstick']:g}; float32 to the "
+        f"engine {exact_equal}"
     )
     at = where.at(case="log-probabilities")
     yield judge(at, "equal best tokens", found, tolerance("engine_top1", where.dtype), note)

@@ -19,7 +19,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from parity.engine_rules import by_router_margin, kl_rows  # noqa: E402
+from parity.engine_rules import (  # noqa: E402
+    best_tokens,
+    by_router_margin,
+    distributions,
+    kl_rows,
+)
 from parity.engine_steps import check_steps, comparable, draft_noise, steps_of  # noqa: E402
 from parity.engine_truth import Noise, Truth  # noqa: E402
 from parity.folders import open_folder  # noqa: E402
@@ -67,6 +72,27 @@ def test_rows_are_grouped_by_their_nearest_router_choice():
         (0.0, 0.5, 1, 1), (0.5, 1.0, 2, 1), (2.0, None, 1, 1),
     ]  # fmt: skip
     assert found[1]["kl_median"] == 1.5 and found[1]["kl_max"] == 2.0
+
+
+def test_every_draw_of_the_yardstick_and_the_chosen_one_are_told():
+    exact = np.array([[3.0, 1.0, 0.0], [0.0, 2.0, 1.9], [1.0, 0.9, 4.0]])
+    moved = np.array([[0.0, 0.3, 0.0], [0.0, 0.0, 0.3], [0.0, 0.3, 0.0]])
+    draws = [exact + x * moved for x in (1.0, 3.0, 0.1)]  # by 1, 2 and 4 threads
+    gaps, edges = np.ones((3, 1)), np.zeros((3, 1, 2), int)
+    truth = Truth(exact, gaps, None, edges, [1], draws[0], None, None, draws)
+    engine = Distribution(0, None, log_softmax(exact + 0.5 * moved))
+    text = Text("case0", "greedy", np.array([0]), np.array([0, 1, 2]), distribution=engine)
+    record, noise = Record({}, (text,), {}), Noise(1.0, np.ones(1))
+    at = dataclasses.replace(WHERE, dtype="bfloat16")
+    first, _ = distributions(at, text, exact, record, truth, noise)
+    told = first.metrics["yardstick_draws"]
+    assert first.metrics["yardstick_threads"] == [1, 2, 4] and told[2] < told[0] < told[1]
+    assert first.metrics["yardstick"] == told[0]  # the median
+    words = f"{told[0]:.2e} on 1, {told[1]:.2e} on 2, {told[2]:.2e} on 4 thread(s)"
+    assert f"{words}; yardstick: their median {told[0]:.2e}" in first.note
+    (equal,) = best_tokens(at, record, {text.key: exact}, {text.key: truth})
+    assert equal.metrics["pair_equal"] == [2, 2, 3] and equal.metrics["yardstick"] == 2
+    assert "2 on 1, 2 on 2, 3 on 4 thread(s); yardstick: their median 2" in equal.note
 
 
 # ---- accepted counts ----
