@@ -52,9 +52,9 @@ def verdict(logits, *given, **more):
 def test_a_token_that_the_exchanged_expert_gives_is_explained_and_the_tie_is_named():
     exact, other = row(theirs=4, ours=10), row(theirs=9, ours=5)
     found, asked = verdict(exact, exact, other)
-    assert found.passed and asked == [(0, 1)]
+    assert found.passed and asked == [(0, (1,))]
     assert "near-tie in layer 7 (experts 4 and 9, gap 5.0e-03, 0.50 of its noise" in found.note
-    assert "the recorded token is 0 below the best, ours 4" in found.note
+    assert "layer 7 decided otherwise: the recorded token 0 below the best, ours 4" in found.note
 
 
 def test_without_a_near_tie_nothing_is_exchanged():
@@ -93,6 +93,21 @@ def test_a_row_that_bf16_moves_far_has_that_for_its_unit():
     assert not verdict(exact, exact, exact, bf16=exact + 0.3 * (moved - exact))[0].passed
     far = row(ours=10, theirs=8, far=11)  # near to the recorded token for us, not in truth
     assert not verdict(far, exact, exact, bf16=moved)[0].passed
+
+
+def test_two_ties_may_be_decided_otherwise_together():
+    exact, alone, both = row(theirs=10, ours=5), row(theirs=10, ours=4), row(theirs=5, ours=9)
+    made, asked = truth(exact, alone)
+
+    def choice(at, places):
+        asked.append(places)
+        return both if len(places) == 2 else alone
+
+    made = made._replace(gaps=np.array([[0.008, 0.005]]), other_choice=choice)
+    wanted = Wanted(0, np.array([THEIRS]))
+    found = explained(WHERE, wanted, both[None], made, NOISE)
+    assert found.passed and asked == [(1,), (0,), (1, 0)]  # the nearest first
+    assert "layer 7 and 3 decided otherwise: the recorded token 4 below the best" in found.note
 
 
 def test_the_unit_of_a_row_ignores_what_moves_all_of_it():
