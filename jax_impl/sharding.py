@@ -174,12 +174,13 @@ def spread(
     in_specs: Any,
     out_specs: Any,
     *,
-    donate: int,
+    donate: int | tuple[int, ...],
     check: bool = True,
 ) -> Callable:
     """The jitted function over the ranks of `mesh`, on one device without one.
 
-    Argument `donate` is donated. `check` False is for what `CHECK_EXCEPTIONS` names.
+    Arguments `donate` (a number, several or none) are donated. `check` False is for what
+    `CHECK_EXCEPTIONS` names.
     """
     if mesh is None:
         return jax.jit(function, donate_argnums=donate)

@@ -43,9 +43,8 @@ class Trial:
 
     @cached_property
     def truths(self):
-        """Without the passes that only serve a report."""
-        found = torch_truths(self.target, list(self.record.texts), lambda _: True)
-        return {key: t._replace(other_choice=None) for key, t in found.items()}
+        """Of the recorded texts; what an exchanged expert gives is kept for the next mutant."""
+        return torch_truths(self.target, list(self.record.texts), lambda _: True)
 
     @cached_property
     def unchanged(self) -> Own:

@@ -6,13 +6,14 @@ fed by teacher forcing. See `parity.golden_vllm` for the rules in words.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
 from parity import metrics
-from parity.engine_truth import Noise, Truth
+from parity.engine_ties import near_ties
+from parity.engine_truth import THREADS, Noise, Truth
 from parity.records import Distribution, Record, Text
 from parity.tolerances import tolerance
 from parity.verdict import Verdict, Where, judge
@@ -58,19 +59,20 @@ class Wanted(NamedTuple):
 def explained(
     where: Where, wanted: Wanted, logits: np.ndarray, truth: Truth, noise: Noise
 ) -> Verdict:
-    """Every row with another best token has a small deficit or a near-tie."""
+    """Every row with another best token has a small deficit, or a near-tie that can do as much."""
     near, tie = tolerance("engine_margin"), tolerance("engine_near_tie")
     rows, ratios = wanted.rows(logits), wanted.rows(truth.gaps) / noise.gaps
     differ = wanted.differing(logits)
     reasons, deficits, left = [], [], []
     for row in differ:
-        deficit = float(rows[row].max() - rows[row, wanted.ids[row]])
+        token, best = int(wanted.ids[row]), int(rows[row].argmax())
+        deficit = float(rows[row, best] - rows[row, token])
         deficits.append(deficit)
         reason = f"row {row}: {deficit:.2g}"
         if not deficit <= near.limit * noise.logit:
-            ties = np.flatnonzero(ratios[row] <= tie.limit).tolist()
-            reason += "".join(_near_tie(wanted, truth, noise, row, place) for place in ties)
-            if not ties or not np.isfinite(deficit):
+            excuse = near_ties(truth, noise, row + wanted.first, token, best, deficit)
+            reason += excuse.words
+            if not excuse.enough:
                 left.append(deficit)
                 reason += " (UNEXPLAINED)"
         reasons.append(reason)
@@ -87,22 +89,10 @@ def explained(
     note = (
         f"{len(wanted.ids) - len(differ)} of {len(wanted.ids)} equal; recorded token's deficit by "
         f"row: {'; '.join(reasons) or 'none'} (explained: up to {near.limit * noise.logit:.2f}, or "
-        f"a router's gap up to {tie.limit:g} times what bf16 moves it by, which {share:.0%} of all "
-        "rows have)"
+        f"as far as a near-tie can turn it: a router's gap up to {tie.limit:g} times what bf16 "
+        f"moves it by, which {share:.0%} of all rows have)"
     )
     return judge(where, "differing rows", found, near, note)
-
-
-def _near_tie(wanted: Wanted, truth: Truth, noise: Noise, row: int, place: int) -> str:
-    """Names it, and the recorded token's deficit if exact arithmetic had decided otherwise."""
-    at = row + wanted.first
-    gap = truth.gaps[at, place]
-    words = f", near-tie in layer {truth.layers[place]} (gap {gap:.1e}, "
-    words += f"{gap / noise.gaps[place]:.2f} of its noise"
-    if truth.other_choice is not None:
-        other = truth.other_choice(at, place)
-        words += f"; decided otherwise: {other.max() - other[wanted.ids[row]]:.2g}"
-    return words + ")"
 
 
 # ---- distributions ----
@@ -158,13 +148,14 @@ def distributions(
         "kl_max": float(kl.max()),
         "yardstick": yard,
         "yardstick_draws": pairs,
+        "yardstick_threads": list(THREADS),
         "rows": len(kl),
         "listed": None if engine.ids is None else int(engine.ids.shape[1]),
         "by_router_margin": groups,
     }
     note = (
         f"to the engine {found['kl_median']:.2e}, largest {found['kl_max']:.2g}; torch_ref bf16 H "
-        f"to {kind} " + ", ".join(f"{p:.2e}" for p in pairs)
+        f"to {kind} {_draws(pairs, '.2e')}; yardstick: their median {yard:.2e}"
     )
     if engine.ids is not None:
         note += f"; over the {found['listed']} listed tokens and the rest as one"
@@ -184,6 +175,12 @@ def distributions(
 
 
 OWN = "torch_ref float32"
+
+
+def _draws(values: Iterable[float], form: str) -> str:
+    """The distances of all draws by what tells them apart."""
+    words = (f"{v:{form}} on {n}" for n, v in zip(THREADS, values, strict=True))
+    return ", ".join(words) + " thread(s)"
 
 
 def _reference(text: Text, record: Record, truth: Truth) -> tuple[np.ndarray, str]:
@@ -249,12 +246,14 @@ def best_tokens(
         "rows": rows,
         "equal": mine,
         "pair_equal": counts.tolist(),
+        "pair_threads": list(THREADS),
+        "yardstick": float(np.median(counts)),
         "exact_equal": exact_equal,
     }
     note = (
         f"{mine} of {rows} equal to the engine's; torch_ref bf16 H to float32 "
-        f"{', '.join(map(str, counts))} (by sum order, the median counts); float32 to the engine "
-        f"{exact_equal}"
+        f"{_draws(counts, 'd')}; yardstick: their median {found['yardstick']:g}; float32 to the "
+        f"engine {exact_equal}"
     )
     at = where.at(case="log-probabilities")
     yield judge(at, "equal best tokens", found, tolerance("engine_top1", where.dtype), note)

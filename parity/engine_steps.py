@@ -10,13 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from parity.records import Record, Text
 from parity.tolerances import tolerance
 from parity.verdict import Verdict, Where, judge
+
+if TYPE_CHECKING:
+    from jax_impl.static import DraftStatic
+    from parity.driver import Driver
 
 Propose = Callable[[Text], np.ndarray]  # draft logits [steps, K, V] at the recorded anchors
 
@@ -150,49 +154,33 @@ def torch_proposals(target: Path, draft: Path, dtype: str, profile: str, k: int)
 
 
 def jax_proposals(
-    target: Path, draft: Path, dtype: str, profile: str, k: int, longest: int
+    target: Path, draft: Path, dtype: str, profile: str, k: int, longest: int, tp: int = 1
 ) -> Propose:
-    """The drafter of `jax_impl`; the streams it reads come from one recorded pass.
+    """The drafter of `jax_impl` on `tp` ranks; the streams it reads come from one recorded pass.
 
     Raises:
-        ConfigError, CheckpointError: the drafter is no usable checkpoint for this target.
+        ConfigError, CheckpointError: the drafter is no usable checkpoint for this target, or one of
+            them cannot be cut over so many ranks, or there are fewer devices.
     """
-    import jax
     import jax.numpy as jnp
 
-    from jax_impl import drafter
-    from jax_impl.backend import AUTO
-    from jax_impl.cache import make_cache
     from jax_impl.draft_weights import open_draft
     from jax_impl.loader import load_draft
-    from jax_impl.model import forward
+    from jax_impl.sharding import make_spread_cache, require_ranks
     from jax_impl.static import DraftStatic
-    from parity.driver import Driver, Session, poison, step_inputs
+    from parity.driver import Driver, Session, host, poison, step_inputs
 
     checkpoint = open_draft(draft)
-    driver = Driver.open(target, dtype, profile, longest + k)
-    checkpoint.config.require_target(driver.config)
-    static, small = driver.static, load_draft(checkpoint)
-    own = DraftStatic(checkpoint.config, driver.run)
-
-    @jax.jit
-    def read(weights, small, cache, inputs):
-        found = forward(
-            static, AUTO, weights, cache, inputs, taps=checkpoint.config.target_layer_ids
-        )
-        return drafter.write_context(
-            own, AUTO, small, found.cache, inputs, found.taps, inputs.count
-        )
-
-    @jax.jit
-    def block(weights, small, cache, inputs, anchors):
-        inputs = drafter.block_inputs(own, inputs, anchors, k)
-        base, _ = drafter.base_logits(static, own, AUTO, weights, small, cache, inputs)
-        return AUTO.draft_markov(own, small.root, base, inputs, sample=False)[1]
+    driver = Driver.open(target, dtype, profile, longest + k, tp=tp)
+    config, placement = checkpoint.config, driver.placement
+    config.require_target(driver.config)
+    require_ranks(driver.config, driver.run, tp, config)
+    small = load_draft(checkpoint, placement=placement)
+    read, block = _programs(driver, DraftStatic(config, driver.run, placement.ranks), k)
 
     def propose(text: Text) -> np.ndarray:
         sequence = Session(driver).sequence(slot=2)
-        cache = poison(make_cache(static.config, static.run, draft=checkpoint.config))
+        cache = poison(make_spread_cache(driver.config, driver.run, placement, config))
         inputs = step_inputs([(sequence, text.fed)], longest, driver.pages)
         cache, rows = read(driver.weights, small, cache, inputs), []
         for step in steps_of(text, k):
@@ -200,10 +188,49 @@ def jax_proposals(
             anchor = text.ids[step.anchor : step.anchor + 1]
             inputs = step_inputs([(sequence, anchor)], 1, driver.pages)
             out = block(driver.weights, small, cache, inputs, jnp.asarray(anchor, jnp.int32))
-            rows.append(np.asarray(out[0].astype(jnp.float32), np.float64))
+            rows.append(host(out)[0].astype(np.float64))
         return np.stack(rows)
 
     return propose
+
+
+def _programs(driver: Driver, draft: DraftStatic, k: int) -> tuple[Callable, Callable]:
+    """Two programs over the driver's ranks, from the weights of both models and a cache.
+
+    The first feeds a text and writes the drafter's context: (..., inputs) -> cache, donated. The
+    second drafts behind anchors [B]: (..., inputs, anchors) -> logits f32 [B, K, V].
+    """
+    import jax.numpy as jnp
+    from jax.sharding import PartitionSpec as P
+
+    from jax_impl import drafter, sharding
+    from jax_impl.backend import AUTO
+    from jax_impl.model import forward
+
+    static, mesh = driver.static, driver.placement.mesh
+
+    def read(weights, small, cache, inputs):
+        found = forward(static, AUTO, weights, cache, inputs, taps=draft.config.target_layer_ids)
+        return drafter.write_context(
+            draft, AUTO, small, found.cache, inputs, found.taps, inputs.count
+        )
+
+    def block(weights, small, cache, inputs, anchors):
+        inputs = drafter.block_inputs(draft, inputs, anchors, k)
+        base, _ = drafter.base_logits(static, draft, AUTO, weights, small, cache, inputs)
+        _, logits = AUTO.draft_markov(draft, small.root, base, inputs, sample=False)
+        return logits.astype(jnp.float32)
+
+    cache = sharding.cache_specs(driver.run)
+    takes = (
+        sharding.weight_specs(driver.config, driver.run),
+        sharding.draft_specs(draft.config, draft.ranks.size),
+        cache, sharding.input_specs(),
+    )  # fmt: skip
+    return (
+        sharding.spread(read, mesh, takes, cache, donate=2),
+        sharding.spread(block, mesh, (*takes, P()), sharding.spec(2), donate=()),
+    )
 
 
 def draft_noise(exact: list[np.ndarray], rounded: list[np.ndarray]) -> float:

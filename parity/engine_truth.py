@@ -25,7 +25,7 @@ from torch_ref.numerics import Numerics
 THREADS = (1, 2, 4)
 KEEP_BYTES = 32 << 30  # larger checkpoints are read anew in every pass instead of being held
 
-Choose = Callable[[int, int], np.ndarray]  # (row, place of the layer) -> logits [V]
+Choose = Callable[[int, tuple[int, ...]], np.ndarray]  # (row, places of layers) -> logits [V]
 
 
 class Truth(NamedTuple):
@@ -34,12 +34,13 @@ class Truth(NamedTuple):
     logits: np.ndarray  # float32 V, [T, V]
     gaps: np.ndarray  # [T, L], see `ops.Routing`
     chosen: np.ndarray  # experts, ascending, [T, L, X]
+    edges: np.ndarray  # the last chosen expert and the next best, [T, L, 2]
     layers: list[int]  # 0-based
     bf16: np.ndarray  # bf16 H on one thread, [T, V]
     bf16_gaps: np.ndarray  # [T, L]
     bf16_chosen: np.ndarray  # [T, L, X]
     draws: list[np.ndarray]  # bf16 H by `THREADS`, where the engine's log-probabilities are known
-    other_choice: Choose | None = None  # exact logits with the next best expert in that row
+    other_choice: Choose | None = None  # exact logits with the next best expert in those
 
 
 class Noise(NamedTuple):
@@ -106,7 +107,7 @@ def _truth(exact: Model, rounded: Model, text: Text, *, draw: bool) -> Truth:
         with threads(count):
             draws.append(_logits(rounded, text))
     return Truth(
-        a.logits, a.gaps, a.chosen, a.layers, b.logits, b.gaps, b.chosen, draws,
+        a.logits, a.gaps, a.chosen, a.edges.numpy(), a.layers, b.logits, b.gaps, b.chosen, draws,
         _other_choice(exact, text, a),
     )  # fmt: skip
 
@@ -126,12 +127,15 @@ def _pass(model: Model, text: Text) -> _Pass:
 
 
 def _other_choice(model: Model, text: Text, exact: _Pass) -> Choose:
-    @lru_cache(maxsize=64)
-    def choose(row: int, place: int) -> np.ndarray:
-        last, following = exact.edges[row, place]
-        ids = torch.from_numpy(exact.chosen[:, place].copy())
-        ids[row][ids[row] == last] = following
+    @lru_cache(maxsize=1024)
+    def choose(row: int, places: tuple[int, ...]) -> np.ndarray:
+        forced = {}
+        for place in places:
+            last, following = exact.edges[row, place]
+            ids = torch.from_numpy(exact.chosen[:, place].copy())
+            ids[row][ids[row] == last] = following
+            forced[exact.layers[place]] = ids
         with threads(1):
-            return _logits(model, text, forced={exact.layers[place]: ids})[row]
+            return _logits(model, text, forced=forced)[row].copy()
 
     return choose

@@ -9,8 +9,8 @@ the recorded text is fed (teacher forcing) and judged by these rules:
   bf16 (H) and the recorded float32 reference on the same rows (where there is none, `torch_ref` in
   float32), and equal best tokens are at most 3 points rarer than between these two;
 - every row with another best token is explained: the recorded token's logit is near the best one,
-  or in that row a router's choice hangs on a near-tie, which the report names, with what exact
-  arithmetic makes of the other choice. What is near is measured: see `engine_truth.Noise`;
+  or in that row a router's choice hangs on a near-tie, which the report names and which is shown
+  to do as much, see `engine_ties`. What is near is measured: see `engine_truth.Noise`;
 - where accepted counts are recorded, our drafter proposes what was accepted: see `engine_steps`.
 """
 
@@ -121,7 +121,7 @@ def check_record(
         else:
             own = {key: truth.logits for key, truth in truths.items()}
         yield from judge_logits(at, record, own, truths, noise)
-    yield from _accepted(where, record, target, draft, runs if tp == 1 else (), longest)
+    yield from _accepted(where, record, target, draft, runs, longest, tp)
 
 
 def judge_logits(
@@ -169,11 +169,9 @@ def _accepted(
     draft: Path | None,
     runs: tuple[tuple[str, str], ...],
     longest: int,
+    tp: int,
 ) -> Iterator[Verdict]:
-    """Accepted counts of the texts that have them.
-
-    On several ranks `runs` is empty: the drafter of `torch_ref` alone is then compared.
-    """
+    """Accepted counts of the texts that have them, against both drafters, ours on `tp` ranks."""
     texts: list[Text] = []
     for text in record.texts:
         at = where.at(case=f"{text.case} {text.kind}, accepted counts")
@@ -197,7 +195,7 @@ def _accepted(
     )
     noise = draft_noise(exact, rounded)
     for dtype, profile in runs:
-        propose = jax_proposals(target, draft, dtype, profile, k, longest)
+        propose = jax_proposals(target, draft, dtype, profile, k, longest, tp)
         at = where.at(dtype=dtype, profile=profile, ours="jax")
         for text in texts:
             yield check_steps(at, record, text, propose(text), noise)

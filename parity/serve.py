@@ -213,6 +213,8 @@ def check_server(asked: Request) -> Iterator[Verdict]:
     good = {i: a for i, a in enumerate(answers) if isinstance(a, Completion)}
     if not good:
         return
+    if why := dropped_counts(good):
+        yield not_recorded(where, "accepted counts", why)
     meta, tensors = as_record(asked, good, _version(asked.server))
     try:
         record = parse(meta, tensors, asked.server.url)
@@ -290,13 +292,33 @@ def as_record(
 
 def _consistent(answers: dict[int, Completion]) -> int | None:
     """K, if every answer tells its counts and they add up to its text."""
-    for a in answers.values():
-        if a.accepted is None:
-            return None
-        emitted = 1 + np.cumsum(np.array(a.accepted) + 1)
-        if emitted[-1] < len(a.ids) or (len(emitted) > 1 and emitted[-2] >= len(a.ids)):
-            return None  # steps without drafts are not among vLLM's counts
+    if not all(_adds_up(a) for a in answers.values()):
+        return None
     return max(a.drafts or 0 for a in answers.values())
+
+
+def _adds_up(answer: Completion) -> bool:
+    if answer.accepted is None:
+        return False
+    emitted = 1 + np.cumsum(np.array(answer.accepted) + 1)
+    # otherwise there were steps without drafts, which are not among vLLM's counts
+    return emitted[-1] >= len(answer.ids) and (len(emitted) < 2 or emitted[-2] < len(answer.ids))
+
+
+def dropped_counts(answers: dict[int, Completion]) -> str | None:
+    """Why counts that were told are in no record; None if there are none, or all are."""
+    told = [i for i, a in answers.items() if a.accepted is not None]
+    silent = [i for i in answers if i not in told]
+    odd = [i for i in told if not _adds_up(answers[i])]
+    if not told or not (silent or odd):
+        return None
+    parts = ((silent, "no counts"), (odd, "they do not add up to the text (steps without drafts)"))
+    found = [f"{_cases(which)}: {words}" for which, words in parts if which]
+    return f"{len(told)} of {len(answers)} answers tell them, but {'; '.join(found)}"
+
+
+def _cases(numbers: list[int]) -> str:
+    return ", ".join(f"case{i}" for i in numbers)
 
 
 def tabulate(name: str, rows: list[dict[int, float]]) -> dict[str, np.ndarray]:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
 
 from parity.engine_mutants import Trial, control, everywhere, verdict
+from parity.engine_rules import Wanted, explained
+from parity.engine_truth import measure
 from parity.golden_vllm import models_of
 from parity.mutants import MUTANTS
 from parity.records import read_record
+from parity.verdict import Where
 
 # No such thing in this record: one expert group, scaling 1, a bf16 cache, one epsilon in profile V.
 NO_EFFECT = {
@@ -50,6 +54,26 @@ def test_a_mistake_is_in_every_module_that_holds_the_function():
 def test_the_unchanged_code_passes(trial):
     found = control(trial)
     assert found.passed, found.note
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_large_deficit_in_a_row_with_a_near_tie_fails(trial):
+    """One wrong token, in the row of the record whose router is nearest to a tie."""
+    noise, text = measure(list(trial.truths.values())), trial.record.texts[0]
+    truth, first = trial.truths[text.key], len(text.prompt) - 1
+    ratios = (truth.gaps / noise.gaps).min(-1)[first:]
+    equal = truth.logits[first:].argmax(-1) == text.ids
+    row = int(np.where(equal, ratios, np.inf).argmin())
+    assert ratios[row] < 0.5
+    wanted = Wanted(first, text.ids)
+    as_is = explained(Where("vllm", "r", "-"), wanted, truth.logits, truth, noise)
+    wrong = truth.logits.copy()
+    wrong[first + row, wrong[first + row].argmin()] = wrong[first + row].max() + 9.0
+    found = explained(Where("vllm", "r", "-"), wanted, wrong, truth, noise)
+    assert as_is.passed and found.status == "failed" and found.metrics["unexplained"] == 1
+    said = found.note[found.note.index(f"row {row}: 9, near-tie in layer") :]
+    assert "decided otherwise" in said and "UNEXPLAINED" in said
 
 
 @pytest.mark.slow

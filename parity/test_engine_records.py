@@ -19,7 +19,12 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from parity.engine_rules import by_router_margin, kl_rows  # noqa: E402
+from parity.engine_rules import (  # noqa: E402
+    best_tokens,
+    by_router_margin,
+    distributions,
+    kl_rows,
+)
 from parity.engine_steps import check_steps, comparable, draft_noise, steps_of  # noqa: E402
 from parity.engine_truth import Noise, Truth  # noqa: E402
 from parity.folders import open_folder  # noqa: E402
@@ -59,7 +64,7 @@ def test_a_token_that_the_engine_excludes_costs_nothing_but_is_no_nan():
 
 def test_rows_are_grouped_by_their_nearest_router_choice():
     gaps = np.array([[0.1, 9.0], [9.0, 0.7], [0.7, 5.0], [9.0, 9.0]])
-    truth = Truth(np.zeros((4, V)), gaps, None, [1, 2], None, None, None, [])
+    truth = Truth(np.zeros((4, V)), gaps, None, None, [1, 2], None, None, None, [])
     rows = np.eye(V)[[0, 1, 2, 3]]
     engine = Distribution(0, None, np.eye(V)[[0, 5, 2, 3]])
     found = by_router_margin(np.arange(4.0), rows, engine, truth, Noise(1.0, np.ones(2)))
@@ -67,6 +72,27 @@ def test_rows_are_grouped_by_their_nearest_router_choice():
         (0.0, 0.5, 1, 1), (0.5, 1.0, 2, 1), (2.0, None, 1, 1),
     ]  # fmt: skip
     assert found[1]["kl_median"] == 1.5 and found[1]["kl_max"] == 2.0
+
+
+def test_every_draw_of_the_yardstick_and_the_chosen_one_are_told():
+    exact = np.array([[3.0, 1.0, 0.0], [0.0, 2.0, 1.9], [1.0, 0.9, 4.0]])
+    moved = np.array([[0.0, 0.3, 0.0], [0.0, 0.0, 0.3], [0.0, 0.3, 0.0]])
+    draws = [exact + x * moved for x in (1.0, 3.0, 0.1)]  # by 1, 2 and 4 threads
+    gaps, edges = np.ones((3, 1)), np.zeros((3, 1, 2), int)
+    truth = Truth(exact, gaps, None, edges, [1], draws[0], None, None, draws)
+    engine = Distribution(0, None, log_softmax(exact + 0.5 * moved))
+    text = Text("case0", "greedy", np.array([0]), np.array([0, 1, 2]), distribution=engine)
+    record, noise = Record({}, (text,), {}), Noise(1.0, np.ones(1))
+    at = dataclasses.replace(WHERE, dtype="bfloat16")
+    first, _ = distributions(at, text, exact, record, truth, noise)
+    told = first.metrics["yardstick_draws"]
+    assert first.metrics["yardstick_threads"] == [1, 2, 4] and told[2] < told[0] < told[1]
+    assert first.metrics["yardstick"] == told[0]  # the median
+    words = f"{told[0]:.2e} on 1, {told[1]:.2e} on 2, {told[2]:.2e} on 4 thread(s)"
+    assert f"{words}; yardstick: their median {told[0]:.2e}" in first.note
+    (equal,) = best_tokens(at, record, {text.key: exact}, {text.key: truth})
+    assert equal.metrics["pair_equal"] == [2, 2, 3] and equal.metrics["yardstick"] == 2
+    assert "2 on 1, 2 on 2, 3 on 4 thread(s); yardstick: their median 2" in equal.note
 
 
 # ---- accepted counts ----
@@ -248,7 +274,7 @@ def test_a_wrong_count_a_wrong_text_and_a_wrong_distribution_fail(recorded):
     counts[[at, at + 1]] = counts[[at + 1, at]]  # the same sum
     folder.tensors["case0.dspark_accepted_counts"] = counts
     ids = folder.tensors["case1.greedy_ids"].copy()
-    ids[3::4] = (ids[3::4] + 1) % 128  # a single one may be excused by a near-tie
+    ids[3::4] = (ids[3::4] + 1) % 128  # more than the tenth of its rows that may differ
     folder.tensors["case1.greedy_ids"] = ids
     rows = folder.tensors["case1.warm_top_logprobs"].copy()
     rows[:, :2] = np.log(0.5)  # this model is nearly certain of each token
@@ -293,4 +319,14 @@ def test_the_same_over_ranks(recorded, tmp_path):
     found = json.loads(done.stdout)["verdicts"]
     assert {v["quantity"] for v in found if v["ours"] == "jax"} >= {"median KL", "differing rows"}
     steps = [v for v in found if v["quantity"] == "drafts of each step"]
-    assert {v["ours"] for v in steps} == {"torch"}
+    assert {(v["ours"], v["dtype"]) for v in steps} == {
+        ("jax", "float32"), ("jax", "bfloat16"), ("torch", "float32"),
+    }  # fmt: skip
+    assert len(steps) == 3 * len(PROMPTS)  # nothing is left out that one rank compares
+    told = {v["ours"]: [] for v in steps}
+    for v in steps:
+        if v["dtype"] == "float32":
+            told[v["ours"]].append((v["case"], v["metrics"]))
+    for (case, mine), (same, theirs) in zip(told["jax"], told["torch"], strict=True):
+        assert case == same and mine["equal"] == theirs["equal"]
+        assert np.allclose(mine["deficits"], theirs["deficits"], atol=1e-3)

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("torch")
 
 from parity.__main__ import main
-from parity.openai_client import Capabilities, Server, ServerError
+from parity.openai_client import Capabilities, Completion, Server, ServerError
 from parity.records import fingerprint, parse, read_record
 from parity.serve import (
     Request,
@@ -20,6 +20,7 @@ from parity.serve import (
     as_record,
     check_server,
     collect,
+    dropped_counts,
     prepare,
 )
 from parity.served import ALL, Engine, Manners, serving
@@ -347,3 +348,21 @@ def test_a_server_of_the_same_model_passes_and_another_fails(engine, pair, tmp_p
         assert main(["serve", "--url", url, *line, *other]) == 1
     found = json.loads(out.read_text())["verdicts"]
     assert {v["quantity"] for v in found if v["status"] == "failed"} >= {"median KL", "best token"}
+
+
+@pytest.mark.parametrize(
+    ("counts", "words"),
+    [
+        (([1, 0], [3]), None),
+        ((None, None), None),
+        (([1, 0], None), "1 of 2 answers tell them, but case4: no counts"),
+        (([1, 0], [9]), "2 of 2 answers tell them, but case4: they do not add up"),
+    ],
+)
+def test_counts_that_are_not_compared_are_named(counts, words):
+    ids = ([5, 6, 7, 8], [5, 6, 7])
+    answers = {n: Completion(i, None, 0, c, 3) for n, i, c in zip((2, 4), ids, counts, strict=True)}
+    if counts[1] == [9]:
+        answers[4] = Completion(ids[1], None, 0, [1, 9], 9)  # the first step is past the end
+    found = dropped_counts(answers)
+    assert found is None if words is None else found.startswith(words)

@@ -230,7 +230,7 @@ TOLERANCES: dict[tuple[str, str], Tolerance] = {
         3 * 2**0.5,
         "in units of the noise that bf16 adds to one logit, measured on the record itself as the "
         "rms between torch_ref in bf16 (H) and float32 over rows with equal experts (0.22 on the "
-        "synthetic preset, so 0.95): a margin is a difference of two logits, hence the root of 2, "
+        "synthetic preset, so 0.93): a margin is a difference of two logits, hence the root of 2, "
         "and three standard deviations; not widened for the noise of a bf16 run on our side",
     ),
     ("engine_near_tie", ANY): Tolerance(
@@ -238,7 +238,8 @@ TOLERANCES: dict[tuple[str, str], Tolerance] = {
         2.0,
         "in units of what bf16 moves the gap of that layer's router by, measured likewise (2.7e-3 "
         "in the first expert layer, 1.5e-2 in the fifth): two standard deviations, within which 19 "
-        "of 20 choices that rounding turns lie",
+        "of 20 choices that rounding turns lie. Nearly every row has one, so it excuses only what "
+        "parity.engine_ties measures that it can do in that row",
     ),
     ("engine_kl", ANY): Tolerance(
         "kl_ratio",
