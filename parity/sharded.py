@@ -84,8 +84,8 @@ FULL: dict[str, tuple[Setting, ...]] = {
 }
 RECORDED_TOKENS = (Setting(16, True, 8, True),)
 # Every process compiles for itself, and the loop is four programs beside the step of the logits:
-# with several processes it runs under these only, which take every choice between them.
-SEVERAL_TOKENS = (Setting(16, False, 1, True), Setting(8, True, 8, True, "ep", 4))
+# with several processes it runs under these only.
+SEVERAL_TOKENS = (Setting(16, False, 1, True), Setting(8, False, 1, True, "tp", 4))
 
 
 def emulate_devices(ranks: int = RANKS) -> None:
