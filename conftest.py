@@ -6,6 +6,14 @@ from collections.abc import Iterator
 import pytest
 
 
+@pytest.fixture
+def two_ports() -> int:
+    """A port that is free together with the one above it, for several processes to meet at."""
+    from parity.test_processes import free_port
+
+    return free_port()
+
+
 @pytest.fixture(scope="module", autouse=True)
 def forget_compiled_programs() -> Iterator[None]:
     """Compiled programs go with the module whose tests needed them.

@@ -228,9 +228,11 @@ def conclude(
     columns: Sequence[str] = ("figure", "median", "samples", ""),
 ) -> int:
     """Write and print a measured result; the exit status."""
-    from bench.result import headline, require
+    from bench.result import acceptance_words, headline, require
 
-    output.deliver(require(result), title, columns, rows)
+    if judged := acceptance_words(require(result)["conditions"]["acceptance"]):
+        title += f", {judged}"
+    output.deliver(result, title, columns, rows)
     if output.talks:
         print("\n".join(headline(result, names)))
     return 1 if result["parity"]["verdict"] == "failed" else 0

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+import jax
 import numpy as np
 
 from bench import slice_parity
@@ -97,6 +98,15 @@ def require_agentic(o: AgenticOptions, sessions: Sequence[Sequence[Turn]]) -> in
     return needed
 
 
+def first_process_says(number: int) -> int:
+    """The first process's number; all call it. One exchange where there are several."""
+    if jax.process_count() == 1:
+        return number
+    from jax.experimental.multihost_utils import broadcast_one_to_all
+
+    return int(broadcast_one_to_all(np.int32(number)))
+
+
 def _measure(
     engine: Any, o: AgenticOptions, sessions: list[list[Turn]], vocabulary: int
 ) -> list[list[TurnServed]]:
@@ -109,7 +119,12 @@ def _measure(
             def content(number: int, rng: Any = rng) -> list[int]:
                 return rng.integers(0, vocabulary, number).tolist()
 
-            runs.append(replay(engine, sessions, o.users, content, clock=time.perf_counter))
+            runs.append(
+                replay(
+                    engine, sessions, o.users, content,
+                    clock=time.perf_counter, agree=first_process_says,
+                )
+            )  # fmt: skip
             progress(len(runs))
     return runs
 
@@ -131,6 +146,7 @@ def run_agentic(o: AgenticOptions, argv: Sequence[str] | None = None) -> dict[st
     with activity("compiling, warm-up"):
         for batch in [b for b in BATCH_BUCKETS if b <= bucket(o.users)]:
             serve_group(engine, [[1]] * min(batch, o.users), 4 + 2 * o.drafts)
+        first_process_says(0)
     runs = _measure(engine, o, sessions, vocabulary)
     figures = turn_figures(runs)
     apart = check(loaded, engine, o.users)
@@ -146,12 +162,16 @@ def run_agentic(o: AgenticOptions, argv: Sequence[str] | None = None) -> dict[st
                 "trace": str(o.trace), "sessions": len(sessions), "users": o.users,
                 "turns": sum(map(len, sessions)), "longest": longest(sessions),
                 "context": loaded.context, "tp": o.tp, "drafts": o.drafts,
+                "processes": jax.process_count(),
                 "kv_dtype": o.kv_dtype, "chunk": loaded.chunk,
             },
             "acceptance": loaded.acceptance,
             "backend": o.backend,
             "excluded": "loading, compilation and warm-up",
-            "execution": f"{o.runs} runs; pauses of the trace divided by {o.speed:g}",
+            "execution": f"{o.runs} runs; pauses of the trace divided by {o.speed:g}" + (
+                "; before every step with somebody pausing, processes exchange who is due, which "
+                "the times hold" if jax.process_count() > 1 else ""
+            ),
             "definitions": DEFINITIONS,
             "plans": {f"{p.backend}: {p.reason}": n for p, n in engine.plans.items()},
             "options": {k: str(v) if v is not None else None for k, v in asdict(o).items()},

@@ -28,6 +28,8 @@ class EngineOptions:
         accept: rule that judges drafts (real acceptance).
         accept_length: forces the mean tokens per step instead (synthetic acceptance), 1 to K + 1.
         drafting: whether the drafter takes its largest logit or draws.
+        commit: how a verification keeps accepted rows only: replay of recorded updates of the KDA
+            state, or a snapshot of it behind every row.
         temperature: 0 is greedy.
         context: most tokens of one sequence; default: what the command needs.
         kv_dtype: dtype of the latent caches; the FP8 scale is 1.
@@ -48,6 +50,7 @@ class EngineOptions:
     accept: Literal["standard", "block"] = "block"
     accept_length: float | None = None
     drafting: Literal["greedy", "probabilistic"] = "greedy"
+    commit: Literal["replay", "snapshots"] = "replay"
     temperature: float = 0.0
     context: int | None = None
     kv_dtype: Literal["bfloat16", "float8_e4m3fn"] = "float8_e4m3fn"
@@ -100,6 +103,8 @@ def engine_problems(o: EngineOptions, needed: int) -> list[str]:
             f"--accept-length {o.accept_length}: expected 1 to drafts + 1 = {o.drafts + 1}, "
             "with --drafts"
         )
+    if o.commit != "replay" and not o.drafts:
+        problems.append(f"--commit {o.commit}: found without drafts, expected --drafts of 1 to 7")
     if (o.checkpoint is not None and o.drafts > 0) != (o.draft is not None):
         found = "given" if o.draft is not None else "missing"
         problems.append(

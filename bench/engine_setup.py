@@ -69,7 +69,8 @@ class Loaded:
         if not self.options.drafts:
             return "none"
         kind = "synthetic" if self.method.rule == "synthetic" else "real"
-        return self.method.describe(self.options.drafts) | {"kind": kind}
+        spoken = {"kind": kind, "commit": self.run.commit}
+        return self.method.describe(self.options.drafts) | spoken
 
 
 def load(
@@ -98,6 +99,7 @@ def load(
     run = RunConfig(
         slots=batch, pages=1, page_size=o.page_size, kv_dtype=o.kv_dtype, experts=o.experts,
         kv_scale=1.0 if o.kv_dtype == "float8_e4m3fn" else None, dcp=o.dcp,
+        commit=o.commit,
     )  # fmt: skip
     run = replace(run, pages=batch * run.pages_for(context))
     for backend in backends:

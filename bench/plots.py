@@ -61,7 +61,7 @@ def draw_rows(axes: Any, results: list[Named]) -> bool:
             axes.plot(*zip(*known, strict=True), **style)
     axes.set(xlabel="rows", ylabel="us per layer", title="One rank, compute only: time of a layer")
     axes.set_xscale("log", base=2)
-    axes.set_ylim(bottom=0)
+    axes.set_yscale("log")
     return drawn
 
 

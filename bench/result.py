@@ -176,6 +176,19 @@ def write(target: str, result: dict[str, Any]) -> None:
     write_json(target, require(result))
 
 
+def acceptance_words(acceptance: Any) -> str:
+    """How drafts were judged, in words, from a result's conditions; empty without drafts.
+
+    Forced acceptance is always called synthetic.
+    """
+    if not isinstance(acceptance, dict):
+        return "" if acceptance == "none" else str(acceptance)
+    drafts = f"{acceptance['drafts']} draft(s)"
+    if "label" in acceptance:
+        return f"{acceptance['label']} of length {acceptance['acceptance_length']:g}, {drafts}"
+    return f"real acceptance ({acceptance['rule']}), {drafts}"
+
+
 def headline(result: dict[str, Any], names: Sequence[str]) -> list[str]:
     """Lines of the named figures with their conditions; none where parity has not passed."""
     verdict = result["parity"]["verdict"]
@@ -191,4 +204,6 @@ def headline(result: dict[str, Any], names: Sequence[str]) -> list[str]:
             mark = "  NOISY: halves differ by more than 3 %" if name in noisy else ""
             lines.append(f"{name}  {found['value']:,g} {found['unit']}{mark}")
     what = f"{conditions['device']}, backend {conditions['backend']}"
+    if judged := acceptance_words(conditions["acceptance"]):
+        what += f", {judged}"
     return [*lines, f"({what}; excluded: {conditions['excluded']}; parity passed)"]

@@ -109,6 +109,24 @@ def test_figures_of_turns():
     assert found["reused_share"]["value"] == pytest.approx(0.5)
 
 
+def test_a_process_with_another_clock_takes_the_turns_of_the_first():
+    sessions = [[Turn(10, 5, 0.0), Turn(5, 4, 3.0)], [Turn(8, 9, 1.0), Turn(3, 4, 2.0)]]
+    said, alone = [], []
+
+    def run(clock, agree):
+        engine = FakeEngine()
+        replay(
+            engine, sessions, 2, lambda n: [7] * n,
+            clock=lambda: clock(engine.now), wait=engine.wait, agree=agree,
+        )  # fmt: skip
+        return [e for e in engine.events if e[0] != "wait"]
+
+    first = run(lambda now: now, lambda n: said.append(n) or n)
+    words = iter(said)
+    assert run(lambda now: 5 * now + 100, lambda n: alone.append(n) or next(words)) == first
+    assert alone != said  # left to its clock it would have gone another way
+
+
 def test_the_included_trace_and_bad_ones(tmp_path):
     sessions = read_trace(AgenticOptions().trace)
     assert [len(turns) for turns in sessions] == [3, 2, 4]

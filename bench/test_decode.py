@@ -64,12 +64,13 @@ def test_a_ratio_has_the_spread_of_its_runs():
 def test_a_small_run_with_forced_acceptance(tmp_path, capsys, quick_compile):
     out = tmp_path / "decode.json"
     command = "decode --preset tiny --drafts 2 --accept-length 2 --osl 13 --batch 2 --runs 2"
-    rest = "--groups 1 --replays 2 --kv-dtype bfloat16"
+    rest = "--groups 1 --replays 2 --kv-dtype bfloat16 --commit snapshots"
     assert main([*command.split(), *rest.split(), "--json", str(out)]) == 0
     found = read(out)
     figures = found["figures"]
     assert found["parity"]["verdict"] == "passed"
     assert found["conditions"]["acceptance"]["kind"] == "synthetic"
+    assert found["conditions"]["acceptance"]["commit"] == "snapshots"
     assert figures["accepted_length"]["value"] == 2  # 1 of the prefill, then 2 per step
     assert figures["steps"]["value"] == 2 * 6
     assert figures["steps_timed"]["value"] == 2 * 5
@@ -78,3 +79,5 @@ def test_a_small_run_with_forced_acceptance(tmp_path, capsys, quick_compile):
     assert found["conditions"]["plans"]["auto"]
     printed = capsys.readouterr().out
     assert "step_ms: wall time between the ends" in printed
+    # in the table's title, and with the headline
+    assert printed.count("synthetic acceptance of length 2, 2 draft(s)") == 2

@@ -14,6 +14,8 @@ ALL = (
     Wrong("decode --drafts 9 --accept-length 20 --batch 0 --isl 0", "--drafts 9: expected 0 to 7",
           "--batch 0: expected 1 to 64", HELP),
     Wrong("decode --drafts 3 --accept-length 4.5", "4.5", "expected 1 to drafts + 1 = 4", HELP),
+    Wrong("decode --commit snapshots", "--commit snapshots: found without drafts",
+          "expected --drafts of 1 to 7", HELP),
     Wrong("decode --checkpoint tiny/target --drafts 3", "found missing", "with --checkpoint", HELP),
     Wrong("decode --compare auto,fast", "auto,fast", "expected two of auto,latency", HELP),
     Wrong("decode --context 10", "--context 10", "at least the 1001 tokens", HELP),

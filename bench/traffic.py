@@ -10,7 +10,8 @@ is ignored. The content is synthetic: random ids. A conversation is kept between
 a turn processes nothing but its new tokens.
 
 C users are served at a time. When a session is over its user leaves and the next one in the file
-comes. A due turn is prefilled before the next decode step, which all others wait for.
+comes. A due turn is prefilled before the next decode step, which all others wait for. Several
+processes must take the same turn next, and their clocks differ: the first one's word counts.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ from typing import Any
 from bench.serve import LIMIT, Serving
 from bench.timing import Clock
 from jax_impl.problems import listed
+
+NOBODY = -1  # is due
 
 
 @dataclass(frozen=True)
@@ -116,8 +119,11 @@ def replay(
     *,
     clock: Clock = time.perf_counter,
     wait: Callable[[float], None] = wait_until,
+    agree: Callable[[int], int] = int,
 ) -> list[TurnServed]:
     """Serve all sessions, `users` at a time; every turn in the order of its end.
+
+    `agree` returns the first process's number in all of them; they call it at the same places.
 
     Raises:
         ValueError: a sequence stopped for another reason than its output limit.
@@ -131,9 +137,9 @@ def replay(
             came = waiting.pop(0)
             came.due = clock() + came.turns[0].pause_s
             idle.append(came)
-        due = [u for u in idle if u.due <= clock()]
-        if due:
-            user = min(due, key=lambda u: u.due)
+        number = agree(_most_due(idle, clock())) if idle else NOBODY
+        if number != NOBODY:
+            user = next(u for u in idle if u.number == number)
             idle.remove(user)
             _begin(engine, user, content, clock)
             running.append(user)
@@ -153,6 +159,12 @@ def replay(
                 else:
                     engine.release(user.handle)  # type: ignore[arg-type]
     return served
+
+
+def _most_due(idle: Sequence[_User], now: float) -> int:
+    """Number of the user whose turn has been due for longest."""
+    due = [u for u in idle if u.due <= now]
+    return min(due, key=lambda u: u.due).number if due else NOBODY
 
 
 def _begin(engine: Any, user: _User, content: Callable[[int], list[int]], clock: Clock) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -11,6 +13,7 @@ from jax_impl.draft_config import MAX_DRAFTS
 from jax_impl.problems import listed
 
 SYNTHETIC_LABEL = "synthetic acceptance"  # what every output of a forced run carries
+_NUMBER = re.compile(r"-?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
 
 
 @dataclass(frozen=True)
@@ -32,43 +35,54 @@ class Acceptance:
     length: float | None = None
     rates: tuple[float, ...] | None = None
 
-    def require(self, drafts: int) -> None:
-        """Check the settings for K = `drafts`.
+    def problems(self, drafts: int, called: Callable[[str], str] = str) -> list[str]:
+        """What is wrong with the settings for K = `drafts`, each as found and expected.
 
-        Raises:
-            ConfigError: listing everything that is wrong.
+        Args:
+            drafts: K.
+            called: what the user calls a setting, by its name here; `drafts` is one of them.
         """
         problems = []
+        rule, length, rates = (called(name) for name in ("rule", "length", "rates"))
         if type(drafts) is not int or not 1 <= drafts <= MAX_DRAFTS:
-            problems.append(f"drafts: found {drafts!r}, expected 1..{MAX_DRAFTS}")
+            problems.append(f"{called('drafts')}: found {drafts!r}, expected 1..{MAX_DRAFTS}")
             drafts = MAX_DRAFTS
         choices = {
             "rule": ("standard", "block", "synthetic"),
             "drafting": ("greedy", "probabilistic"),
         }
         for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                problems.append(f"{name}: found {getattr(self, name)!r}, expected one of {allowed}")
-        given = [n for n in ("length", "rates") if getattr(self, n) is not None]
+            if (found := getattr(self, name)) not in allowed:
+                problems.append(f"{called(name)}: found {found!r}, expected one of {allowed}")
+        given = " and ".join(called(n) for n in ("length", "rates") if getattr(self, n) is not None)
         if self.rule != "synthetic" and given:
             problems.append(
-                f"{' and '.join(given)}: found with rule {self.rule!r}, expected rule 'synthetic'"
+                f"{given}: found with {rule} {self.rule!r}, expected {rule} 'synthetic'"
             )
-        elif self.rule == "synthetic" and len(given) != 1:
-            found = " and ".join(given) or "neither"
-            problems.append(f"rule 'synthetic': found {found}, expected a length or rates")
+        elif self.rule == "synthetic" and (self.length is None) == (self.rates is None):
+            found = given or "neither"
+            problems.append(f"{rule} 'synthetic': found {found}, expected {length} or {rates}")
         if self.length is not None and not 1 <= self.length <= drafts + 1:
             problems.append(
-                f"length: found {self.length}, expected 1..{drafts + 1} tokens per step"
+                f"{length}: found {self.length}, expected 1..{drafts + 1} tokens per step"
             )
         if self.rates is not None:
             falling = all(a >= b for a, b in zip((1.0, *self.rates), self.rates, strict=False))
             bounded = all(0 <= r <= 1 for r in self.rates)
             if len(self.rates) != drafts or not (falling and bounded):
                 problems.append(
-                    f"rates: found {self.rates}, expected {drafts} numbers within 0..1, not rising"
+                    f"{rates}: found {self.rates}, expected {drafts} numbers within 0..1, one for "
+                    "each draft, not rising"
                 )
-        if problems:
+        return problems
+
+    def require(self, drafts: int) -> None:
+        """Check the settings for K = `drafts`.
+
+        Raises:
+            ConfigError: listing everything that is wrong.
+        """
+        if problems := self.problems(drafts):
             do = "Change these settings; a drafter's K drafts give 1 to K + 1 tokens per step."
             raise ConfigError(listed("acceptance", problems, do))
 
@@ -109,3 +123,19 @@ class Acceptance:
                 "schedule_kind": "given rates" if self.length is None else "minimum variance",
             }
         return found
+
+
+def parse_rates(text: str) -> tuple[float, ...]:
+    """Rates from a comma list such as `0.9,0.72,0.36`; `Acceptance.problems` judges them.
+
+    Raises:
+        ValueError: something else than numbers and commas, with what was found.
+    """
+    parts = text.split(",")
+    bad = [p for p in parts if not _NUMBER.fullmatch(p)]
+    if bad:
+        raise ValueError(
+            f"found {bad[0]!r} in {text!r}, expected decimal numbers with commas between, such as "
+            "0.9,0.72,0.36"
+        )
+    return tuple(float(p) for p in parts)

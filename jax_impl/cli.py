@@ -119,6 +119,9 @@ class GenerateOptions:
     Attributes:
         steps: tokens to generate.
         temperature: 0 is greedy.
+        top_k: how many of the most probable tokens may be drawn; 0 is all.
+        top_p: draw from the most probable tokens that have this probability together; 1 is all.
+        min_p: share of the largest probability that a token needs to be drawn; 0 is none.
         seed: seed of the draws; a token depends on (seed, position) alone.
         ignore_eos: go on after the end-of-message token.
         profile: rounding as vLLM (V) or as the published code (H).
@@ -137,11 +140,18 @@ class GenerateOptions:
         drafts: drafted tokens per step (a verify step has one row more).
         accept: rule that judges drafts; synthetic forces the number accepted and reports no text.
         accept_length: synthetic only: mean tokens per step, 1 to drafts + 1.
+        accept_rates: synthetic only, instead of the length: for each draft the share of steps that
+            accept it and all before it, such as 0.9,0.72,0.36; not rising.
         drafting: whether the drafter takes its largest logit or draws.
+        commit: how a verification keeps accepted rows only: it repeats recorded updates of the KDA
+            state, or copies the state behind the last accepted row.
     """
 
     steps: int = 32
     temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
     seed: int = 0
     ignore_eos: bool = False
     profile: Literal["V", "H"] = "V"
@@ -160,7 +170,9 @@ class GenerateOptions:
     drafts: int = 7
     accept: Literal["standard", "block", "synthetic"] = "standard"
     accept_length: float | None = None
+    accept_rates: str | None = None
     drafting: Literal["greedy", "probabilistic"] = "greedy"
+    commit: Literal["replay", "snapshots"] = "replay"
 
 
 def generate(
@@ -184,11 +196,14 @@ def generate(
     output.prepare()
 
     def work() -> int:
+        from jax_impl.acceptance_config import SYNTHETIC_LABEL
         from jax_impl.generate import run_generate
 
         result = run_generate(checkpoint, prompt_ids, options)
         if is_first():
-            output.deliver(result, "generated", ("", ""), _rows(result))
+            forced = result.get("acceptance") == SYNTHETIC_LABEL
+            title = f"generated ({SYNTHETIC_LABEL})" if forced else "generated"
+            output.deliver(result, title, ("", ""), _rows(result))
         return 0
 
     return launch(processes, work)
@@ -233,7 +248,7 @@ def make_tiny(
         directory: where to write; must not hold anything yet.
         output: where the result goes.
         preset: sizes (see the documentation of `jax_impl.tiny_presets`).
-        seed: every value is a function of (seed, tensor name).
+        seed: 0..2^32-1; every value is a function of (seed, tensor name).
     """
     output.prepare()
     from jax_impl.make_tiny import make_checkpoint

@@ -13,7 +13,14 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from jax_impl.config_rules import GROUP, collect, flatten, inconsistencies, refusals
+from jax_impl.config_rules import (
+    GROUP,
+    collect,
+    flatten,
+    inconsistencies,
+    outer_refusals,
+    refusals,
+)
 from jax_impl.problems import listed
 
 __all__ = ["GROUP", "ConfigError", "ModelConfig", "RunConfig"]
@@ -187,7 +194,7 @@ class ModelConfig:
             )
         flat = flatten(text)
         types = {f.name: str(f.type) for f in fields(cls)}
-        problems = refusals(flat, set(types))
+        problems = refusals(flat, set(types)) + (outer_refusals(raw) if nested else [])
         values, more = collect(flat, types)
         problems += more
         if not problems:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 GROUP = 32  # input columns that share one MXFP4 scale byte
 _LIMIT = 1 << 31  # no size in a configuration reaches this
 
+_GROUP_0 = "quantization_config.config_groups.group_0"
+
 # Settings with exactly one implemented value. A missing key is refused too: the published code
 # replaces some missing keys by values that change the model without a word.
 _REQUIRED: dict[str, Any] = {
@@ -32,14 +34,15 @@ _REQUIRED: dict[str, Any] = {
     "quantization_config.quant_method": "compressed-tensors",
     "quantization_config.format": "mxfp4-pack-quantized",
     "quantization_config.kv_cache_scheme": None,
-    "quantization_config.config_groups.group_0.input_activations": None,
-    "quantization_config.config_groups.group_0.output_activations": None,
-    "quantization_config.config_groups.group_0.weights.num_bits": 4,
-    "quantization_config.config_groups.group_0.weights.type": "float",
-    "quantization_config.config_groups.group_0.weights.strategy": "group",
-    "quantization_config.config_groups.group_0.weights.group_size": GROUP,
-    "quantization_config.config_groups.group_0.weights.symmetric": True,
-    "quantization_config.config_groups.group_0.weights.dynamic": False,
+    f"{_GROUP_0}.targets": ["Linear"],
+    f"{_GROUP_0}.input_activations": None,
+    f"{_GROUP_0}.output_activations": None,
+    f"{_GROUP_0}.weights.num_bits": 4,
+    f"{_GROUP_0}.weights.type": "float",
+    f"{_GROUP_0}.weights.strategy": "group",
+    f"{_GROUP_0}.weights.group_size": GROUP,
+    f"{_GROUP_0}.weights.symmetric": True,
+    f"{_GROUP_0}.weights.dynamic": False,
 }
 # Settings that may be absent, but not differ.
 _OPTIONAL: dict[str, tuple[Any, ...]] = {
@@ -50,6 +53,14 @@ _OPTIONAL: dict[str, tuple[Any, ...]] = {
     "attention_dropout": (0, 0.0, None),
     "quantization_config.quantization_status": ("compressed",),
     "quantization_config.global_compression_ratio": (None,),
+    # null stands for the value that the format implies, as if the key were absent
+    f"{_GROUP_0}.format": ("mxfp4-pack-quantized", None),
+    f"{_GROUP_0}.weights.scale_dtype": ("torch.uint8", None),
+    f"{_GROUP_0}.weights.zp_dtype": (None,),
+    f"{_GROUP_0}.weights.actorder": (None, False),
+    f"{_GROUP_0}.weights.block_structure": (None,),
+    f"{_GROUP_0}.weights.observer": ("minmax", None),
+    f"{_GROUP_0}.weights.observer_kwargs": ({}, None),
 }
 # Keys of the file that say nothing about the forward pass (generation defaults, bookkeeping).
 _IGNORED = frozenset(
@@ -65,6 +76,10 @@ _IGNORED = frozenset(
     remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens
     tf_legacy_loss use_bfloat16 use_return_dict""".split()  # noqa: SIM905  (as a list, sixty lines)
 )
+_BOOKKEEPING = ("id2label.", "label2id.", "auto_map.")
+# Beside `text_config`: what belongs to the vision tower, which a text step never runs.
+_VISION = frozenset({"ignore_index", "use_unified_vision_chunk"})
+_VISION_PREFIXES = ("vision_", "media_", "image_", "video_", "mm_")
 _LINEAR = {
     "num_heads": "kda_num_heads",
     "head_dim": "kda_head_dim",
@@ -103,8 +118,41 @@ def refusals(flat: Mapping[str, Any], names: set[str]) -> list[str]:
     known = set(_REQUIRED) | set(_OPTIONAL) | _IGNORED | names
     known |= {f"linear_attn_config.{k}" for k in (*_LINEAR, "full_attn_layers", "kda_layers")}
     known |= {"num_key_value_heads", "use_grouped_topk", "quantization_config.ignore"}
-    free = ("quantization_config.config_groups.group_0.", "id2label.", "label2id.", "auto_map.")
-    return fixed_settings(flat, _REQUIRED, _OPTIONAL) + unknown_settings(flat, known, free)
+    return fixed_settings(flat, _REQUIRED, _OPTIONAL) + unknown_settings(flat, known, _BOOKKEEPING)
+
+
+def outer_refusals(raw: Mapping[str, Any]) -> list[str]:
+    """What stands beside `text_config` and contradicts it, is unknown or not implemented.
+
+    A setting of the text model may be repeated there, as other readers of the file expect it, but
+    only with the same value; a repeated `quantization_config` has to be the whole of it.
+    """
+    own = {k: v for k, v in raw.items() if k not in ("text_config", "model_type")}
+    outer, text = flatten(own), flatten(raw["text_config"])
+    implemented = {k: (v,) for k, v in _REQUIRED.items()} | _OPTIONAL
+    free = (*_BOOKKEEPING, *_VISION_PREFIXES)
+    names = {k for k in outer if k not in _IGNORED | _VISION and not k.startswith(free)}
+    if "quantization_config" in own:
+        names |= {k for k in text if k.startswith("quantization_config.")}
+    problems = []
+    for key in sorted(names):
+        name, found = f"{key} (beside text_config)", _short(outer.get(key))
+        if key == "quantization_config":  # no mapping, or an empty one
+            problems.append(f"{name}: found {found}, expected that of text_config, or none")
+        elif key not in outer and "quantization_config" in outer:
+            continue  # said once for all of them
+        elif key not in outer:
+            problems.append(f"{name}: missing, expected {_short(text[key])}, as in text_config")
+        elif key in text:
+            if not _same(outer[key], text[key]):
+                wanted = _short(text[key])
+                problems.append(f"{name}: found {found}, expected {wanted}, as in text_config")
+        elif key not in implemented:
+            problems.append(f"{name}: unknown setting ({found}); not implemented")
+        elif not any(_same(outer[key], value) for value in implemented[key]):
+            wanted = repr(implemented[key][0])
+            problems.append(f"{name}: found {found}, only {wanted} is implemented")
+    return problems
 
 
 def fixed_settings(

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence as Ids
-from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import numpy as np
 
 from jax_impl.backend import AUTO, Backend
-from jax_impl.cache import PAD, Cache, StepInputs, StepOutputs
+from jax_impl.cache import Cache, StepInputs, StepOutputs
 from jax_impl.config import ModelConfig, RunConfig
 from jax_impl.draft_config import DraftConfig
 from jax_impl.params import Weights
 from jax_impl.plan import Kind, Plan, StepShape, choose
+from jax_impl.problems import listed
+from jax_impl.sampling_config import Sampling
+from jax_impl.sequences import Sequence, step_inputs
 from jax_impl.sharding import (
     ONE_DEVICE,
     Placement,
@@ -27,53 +29,10 @@ from jax_impl.static import Static
 from jax_impl.step import build_step
 
 BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
-STOP, LIMIT = "stop", "limit"  # why a sequence finished
 
 
 class EngineError(ValueError):
     """A request that cannot be served; says what was asked, what is there and what to do."""
-
-
-@dataclass
-class Sequence:
-    """One sequence. `ids` are all known tokens, the first `processed` of which the cache holds.
-
-    Attributes:
-        stop: ids that end the text; the one found is kept.
-        limit: most tokens to generate behind the prompt, or behind the latest extension.
-        generated: tokens generated so far, counted as `limit` does.
-        emitted: tokens that each decode step gave, before `stop` and `limit` cut them.
-        finished: None while the text goes on, else `STOP`, `LIMIT` or a sentence about its room.
-        failed: None, or what went wrong.
-    """
-
-    ids: list[int]
-    slot: int
-    temperature: float
-    seed: int
-    stop: frozenset[int] = frozenset()
-    limit: int | None = None
-    processed: int = 0
-    pages: list[int] = field(default_factory=list)
-    generated: int = 0
-    emitted: list[int] = field(default_factory=list)
-    finished: str | None = None
-    failed: str | None = None
-
-    def take(self, tokens: Ids[int]) -> list[int]:
-        """Append generated tokens up to the end of the text; returns those that count."""
-        kept: list[int] = []
-        for token in tokens:
-            if self.finished is not None:
-                break
-            kept.append(int(token))
-            self.generated += 1
-            if kept[-1] in self.stop:
-                self.finished = STOP
-            elif self.generated == self.limit:
-                self.finished = LIMIT
-        self.ids += kept
-        return kept
 
 
 class Engine:
@@ -99,6 +58,7 @@ class Engine:
         placement: Placement = ONE_DEVICE,
         check_replicas: bool = False,
         draft_config: DraftConfig | None = None,
+        filters: bool = False,
     ) -> None:
         """Allocate the cache.
 
@@ -114,6 +74,9 @@ class Engine:
             check_replicas: after every step compare, bit by bit, what should be equal on all ranks
                 (slow, for finding errors).
             draft_config: a drafter whose cache is allocated too (`SpeculativeEngine`).
+            filters: whether sequences may have top-k, top-p or min-p. Every step then orders the
+                vocabulary, gathered over the ranks, also for sequences without them; so there is
+                one compilation per batch size whichever sequences come and go.
 
         Raises:
             EngineError: `chunk` or `context` out of range.
@@ -130,7 +93,7 @@ class Engine:
                 "make more pages"
             )
         self.static, self.placement = Static(config, run, placement.ranks), placement
-        self.check_replicas = check_replicas
+        self.check_replicas, self.filters = check_replicas, filters
         self.weights, self.backend, self.chunk = weights, backend, chunk
         self.cache: Cache = make_spread_cache(config, run, placement, draft_config)
         self.sequences: dict[int, Sequence] = {}
@@ -145,6 +108,9 @@ class Engine:
         prompt: Ids[int],
         *,
         temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        min_p: float = 0.0,
         seed: int = 0,
         stop: Ids[int] = (),
         limit: int | None = None,
@@ -154,23 +120,29 @@ class Engine:
         Args:
             prompt: token ids.
             temperature: 0 is greedy.
+            top_k: how many of the most probable tokens may be drawn; 0: all. This and the next
+                two (see `Sampling`) need an engine with `filters`, and a temperature.
+            top_p: draws are from the most probable tokens that have this probability; 1: from all.
+            min_p: share of the largest probability that a token needs to be drawn; 0: none.
             seed: of the draws; a token depends on (seed, position) alone.
             stop: ids that finish the sequence.
             limit: most tokens to generate; None: no limit.
 
         Raises:
-            EngineError: empty prompt, ids outside the vocabulary, no free slot, bad temperature.
+            EngineError: empty prompt, ids outside the vocabulary, settings out of range (all of
+                these at once), or no free slot.
         """
-        self._check_ids(prompt)
+        sampling = Sampling(temperature, top_k, top_p, min_p, seed)
+        problems = [*self._bad_ids(prompt), *sampling.problems()]
         if limit is not None and limit < 1:
-            raise EngineError(f"limit {limit}: expected at least 1 token; give more, or None")
-        if not 0.0 <= temperature < float("inf"):
-            raise EngineError(
-                f"temperature {temperature}: expected 0 (greedy) or a finite number above; change "
-                "it"
+            problems.append(f"limit {limit}: expected at least 1 token, or None")
+        if not self.filters and (on := sampling.filters()):
+            problems.append(
+                f"{', '.join(on)}: expected none, this engine was made without; make it with "
+                "filters=True"
             )
-        if not 0 <= seed < 2**32:
-            raise EngineError(f"seed {seed}: expected 0..{2**32 - 1}; choose one of these")
+        if problems:
+            raise EngineError(listed("sequence not admitted", problems, "Change these."))
         if not self._free_slots:
             raise EngineError(
                 f"all {self.static.run.slots} slots are in use, expected a free one; release a "
@@ -180,7 +152,7 @@ class Engine:
         self._next_handle += 1
         ids = [int(i) for i in prompt]
         slot = self._free_slots.pop()
-        self.sequences[handle] = Sequence(ids, slot, temperature, seed, frozenset(stop), limit)
+        self.sequences[handle] = Sequence(ids, slot, sampling, frozenset(stop), limit)
         return handle
 
     def extend(self, handle: int, ids: Ids[int]) -> None:
@@ -189,7 +161,8 @@ class Engine:
         A finished sequence goes on. Where its cache went beyond a stop in the middle of accepted
         drafts, the next prefill starts over: a recurrent state cannot give tokens back.
         """
-        self._check_ids(ids)
+        if problems := self._bad_ids(ids):
+            raise EngineError(listed("sequence not extended", problems, "Change these."))
         seq = self._get(handle)
         self._require_sound(handle, seq)
         if seq.processed > len(seq.ids):
@@ -289,7 +262,8 @@ class Engine:
         self, seqs: list[Sequence], counts: list[int], batch: int, tokens: int
     ) -> StepInputs:
         width = self.static.run.pages_for(self.context)
-        return _step_inputs(seqs, counts, batch, tokens, width, self.static.config.pad_token_id)
+        pad = self.static.config.pad_token_id
+        return step_inputs(seqs, counts, batch, tokens, width, pad, filters=self.filters)
 
     def _done(self, kind: str, batch: int, tokens: int, outputs: Any) -> None:
         key = (kind, batch, tokens)
@@ -347,14 +321,13 @@ class Engine:
                 f"sequence {handle} is finished ({seq.finished}); extend or release it"
             )
 
-    def _check_ids(self, ids: Ids[int]) -> None:
+    def _bad_ids(self, ids: Ids[int]) -> list[str]:
         vocab = self.static.config.vocab_size
         bad = [i for i in ids if not _is_id(i, vocab)]
-        if not len(ids) or bad:
-            found = "no token ids" if not len(ids) else f"ids outside 0..{vocab - 1}: {bad[:5]}"
-            raise EngineError(
-                f"{found}; expected at least one id of the vocabulary; use this model's tokenizer"
-            )
+        if len(ids) and not bad:
+            return []
+        found = "no token ids" if not len(ids) else f"ids outside 0..{vocab - 1}: {bad[:5]}"
+        return [f"{found}; expected at least one id of the vocabulary; use this model's tokenizer"]
 
 
 def _is_id(value: Any, vocabulary: int) -> bool:
@@ -367,34 +340,6 @@ def _is_id(value: Any, vocabulary: int) -> bool:
 def bucket(sequences: int) -> int:
     """The smallest batch that holds so many sequences."""
     return next(b for b in BATCH_BUCKETS if b >= sequences)
-
-
-def _step_inputs(
-    seqs: list[Sequence], counts: list[int], batch: int, tokens: int, width: int, pad_id: int
-) -> StepInputs:
-    """Host arrays of one step, the same in every process; rows beyond the sequences are pad rows.
-
-    `counts` may be more than the known tokens of a sequence; what stands there is then not used.
-    """
-    rows = len(seqs)
-    ids = np.full((batch, tokens), pad_id, np.int32)
-    table = np.full((batch, width), PAD, np.int32)
-    per_row = {
-        "count": ([*counts], 0, np.int32),
-        "position": ([s.processed for s in seqs], 0, np.int32),
-        "slot": ([s.slot for s in seqs], PAD, np.int32),
-        "temperature": ([s.temperature for s in seqs], 0, np.float32),
-        "seed": ([s.seed for s in seqs], 0, np.uint32),
-    }
-    for row, (seq, count) in enumerate(zip(seqs, counts, strict=True)):
-        known = seq.ids[seq.processed : seq.processed + count]
-        ids[row, : len(known)] = known
-        table[row, : len(seq.pages)] = seq.pages
-    vectors = {
-        name: np.array(values + [fill] * (batch - rows), dtype)
-        for name, (values, fill, dtype) in per_row.items()
-    }
-    return StepInputs(tokens=ids, page_table=table, **vectors)  # type: ignore[arg-type]
 
 
 def describe_device() -> str:

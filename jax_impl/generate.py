@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 
+from jax_impl.acceptance_config import Acceptance, parse_rates
 from jax_impl.backend import Backend, choose_backend
 from jax_impl.checkpoint import Checkpoint
 from jax_impl.config import ConfigError, ModelConfig, RunConfig
-from jax_impl.engine import LIMIT, STOP, Engine, describe_device
+from jax_impl.engine import Engine, describe_device
 from jax_impl.ids import parse_ids
 from jax_impl.loader import load_weights, placed_bytes
 from jax_impl.params import Weights
-from jax_impl.problems import listed, problems_of
+from jax_impl.problems import listed, option, problems_of
 from jax_impl.processes import COMPILING, report
 from jax_impl.progress import activity, byte_bar, count_bar
+from jax_impl.sampling_config import Sampling
+from jax_impl.sequences import LIMIT, STOP
 from jax_impl.sharding import ONE_DEVICE, Placement, place_ranks, require_ranks
 
 if TYPE_CHECKING:
@@ -56,8 +59,7 @@ def run_generate(path: Path, prompt: str, options: GenerateOptions) -> dict[str,
         "experts": run.experts,
         "dcp": run.dcp,
         "batch": 1,
-        "temperature": options.temperature,
-        "seed": options.seed,
+        **asdict(sampling_of(options)),
         "excluded": "loading, prefill and the first decode step (compilation)",
     }
     return {"prompt_ids": ids} | found | {"conditions": conditions | found.get("conditions", {})}
@@ -91,12 +93,9 @@ def _settings(config: ModelConfig, ids: list[int], options: GenerateOptions) -> 
             f"--prompt-ids: {outside[:5]} outside 0..{config.vocab_size - 1}; expected ids of this "
             "model's tokenizer"
         )
-    if not 0.0 <= options.temperature < float("inf"):
-        problems.append(f"--temperature {options.temperature}: expected 0 (greedy) or above")
-    if not 0 <= options.seed < 2**32:
-        problems.append(f"--seed {options.seed}: expected 0..{2**32 - 1}")
-    if options.draft is None:
-        problems += _speculation_without_draft(options)
+    problems += sampling_of(options).problems(option)
+    without = options.draft is None
+    problems += _speculation_without_draft(options) if without else _speculation(options)
     run = None
     try:
         run = _run_config(options)
@@ -106,6 +105,11 @@ def _settings(config: ModelConfig, ids: list[int], options: GenerateOptions) -> 
         do = "Change these; `k3 generate --help` has all options."
         raise ConfigError(listed("not started", problems, do))
     return replace(run, pages=run.pages_for(length))
+
+
+def sampling_of(options: GenerateOptions) -> Sampling:
+    """How the options draw."""
+    return Sampling(options.temperature, options.top_k, options.top_p, options.min_p, options.seed)
 
 
 def _run_config(options: GenerateOptions) -> RunConfig:
@@ -121,16 +125,40 @@ def _run_config(options: GenerateOptions) -> RunConfig:
         experts=options.experts,
         dcp=options.dcp,
         dcp_interleave=options.dcp_interleave,
+        commit=options.commit,
     )
+
+
+def acceptance_of(options: GenerateOptions) -> Acceptance:
+    """How the options judge drafts.
+
+    Raises:
+        ValueError: rates that are no numbers.
+    """
+    rates = None if options.accept_rates is None else parse_rates(options.accept_rates)
+    return Acceptance(options.accept, options.drafting, options.accept_length, rates)
+
+
+def _called(name: str) -> str:
+    """The option of a setting of `Acceptance`."""
+    other = {"rule": "accept", "length": "accept_length", "rates": "accept_rates"}
+    return option(other.get(name, name))
+
+
+def _speculation(options: GenerateOptions) -> list[str]:
+    try:
+        return acceptance_of(options).problems(options.drafts, _called)
+    except ValueError as error:
+        found = f"--accept-rates: {error}"
+    return [found, *Acceptance(drafting=options.drafting).problems(options.drafts, _called)]
 
 
 def _speculation_without_draft(options: GenerateOptions) -> list[str]:
     """Options that would be ignored: a plain run must not pass for a speculative one."""
     usual = type(options)()
     return [
-        f"--{name.replace('_', '-')} {getattr(options, name)}: only with --draft; expected a "
-        "drafter"
-        for name in ("drafts", "accept", "accept_length", "drafting")
+        f"{option(name)} {getattr(options, name)}: only with --draft; expected a drafter"
+        for name in ("drafts", "accept", "accept_length", "accept_rates", "drafting", "commit")
         if getattr(options, name) != getattr(usual, name)
     ]
 
@@ -147,7 +175,7 @@ def _plain(
     chunk = min(options.chunk, len(ids))
     engine = Engine(
         checkpoint.config, run, weights, backend, chunk=chunk, placement=placement,
-        check_replicas=options.check_replicas,
+        check_replicas=options.check_replicas, filters=bool(sampling_of(options).filters()),
     )  # fmt: skip
     done = drive(engine, ids, options)
     steady = done.times[1:]  # the first decode step holds its compilation
@@ -189,9 +217,7 @@ def drive(engine: Engine, ids: list[int], options: GenerateOptions) -> Driven:
         ConfigError: logits are not finite.
     """
     stop = () if options.ignore_eos else (engine.static.config.eos_token_id,)
-    handle = engine.add(
-        ids, temperature=options.temperature, seed=options.seed, stop=stop, limit=options.steps
-    )
+    handle = engine.add(ids, **asdict(sampling_of(options)), stop=stop, limit=options.steps)
     sequence, times = engine.sequences[handle], []
     started = time.perf_counter()
     report(0, "prefill (compiles first)", allow=COMPILING)

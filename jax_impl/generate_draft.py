@@ -12,7 +12,13 @@ from jax_impl.checkpoint import Checkpoint
 from jax_impl.config import ConfigError, RunConfig
 from jax_impl.draft_memory import draft_token_bytes, draft_weight_bytes
 from jax_impl.draft_weights import open_draft
-from jax_impl.generate import Driven, drive, load_with_progress
+from jax_impl.generate import (
+    Driven,
+    acceptance_of,
+    drive,
+    load_with_progress,
+    sampling_of,
+)
 from jax_impl.loader import load_draft
 from jax_impl.sharding import Placement, require_ranks
 from jax_impl.speculative_engine import SpeculativeEngine
@@ -36,7 +42,7 @@ def speculative(
             drafter; before weights load.
         CheckpointError: the draft checkpoint is damaged.
     """
-    method = Acceptance(options.accept, options.drafting, options.accept_length)
+    method = acceptance_of(options)
     method.require(options.drafts)
     draft_checkpoint = open_draft(options.draft)
     config = draft_checkpoint.config
@@ -62,11 +68,14 @@ def speculative(
         chunk=min(options.chunk, len(ids)),
         placement=placement,
         check_replicas=options.check_replicas,
+        filters=bool(sampling_of(options).filters()),
     )
-    return _result(drive(engine, ids, options), method, options)
+    return _result(drive(engine, ids, options), method, options, engine.static.run.commit)
 
 
-def _result(done: Driven, method: Acceptance, options: GenerateOptions) -> dict[str, Any]:
+def _result(
+    done: Driven, method: Acceptance, options: GenerateOptions, commit: str
+) -> dict[str, Any]:
     counts = done.emitted
     accepted = np.array(counts) - 1
     # the first step holds its compilation
@@ -76,6 +85,7 @@ def _result(done: Driven, method: Acceptance, options: GenerateOptions) -> dict[
     text: dict[str, Any] = {"output_ids": done.ids}
     if method.rule == "synthetic":
         text = {"text": f"{SYNTHETIC_LABEL}: the tokens are no result and are not reported"}
+    spoken = method.describe(options.drafts) | {"kind": label, "commit": commit}
     return text | {
         "stopped_by": done.stopped_by,
         "acceptance": label,
@@ -89,5 +99,5 @@ def _result(done: Driven, method: Acceptance, options: GenerateOptions) -> dict[
         "decode_steps_timed": len(steady),
         "first_token_s_with_compilation": done.first,
         "steps_by_backend": done.plans,
-        "conditions": {"speculation": method.describe(options.drafts) | {"kind": label}},
+        "conditions": {"speculation": spoken},
     }

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+
+# between two ids; two commas in a row leave an empty id, which is refused
+_BETWEEN = re.compile(r"\s*,\s*|\s+", re.ASCII)
+# int() would also take 1_0 and the digits of other scripts
+_NUMBER = re.compile(r"-?[0-9]+")
 
 
 def parse_ids(text: str) -> list[int]:
-    """`FILE|LIST`: a file with ids (a JSON list, or separated by commas or blanks), or the ids.
+    """`FILE|LIST`: a file with ids (a JSON list, or separated by a comma or blanks), or the ids.
 
     Raises:
         ValueError: not ids, with what was found.
@@ -17,7 +23,7 @@ def parse_ids(text: str) -> list[int]:
         raise ValueError("no token ids given; expected FILE or a list such as 1,2,3; give one")
     path, first = Path(text), text.strip()[0]
     there = _is_file(path)
-    if there or not (first.isdigit() or first == "["):
+    if there or first not in "0123456789[":
         if not there:
             raise ValueError(
                 f"found {text!r}, expected an existing file or a list such as 1,2,3; check the "
@@ -33,7 +39,7 @@ def parse_ids(text: str) -> list[int]:
         if text.strip().startswith("["):
             ids = json.loads(text)
         else:
-            ids = [int(part) for part in text.replace(",", " ").split()]
+            ids = [_whole(part) for part in _BETWEEN.split(text.strip()) if text.strip()]
     except ValueError as error:
         raise ValueError(
             f"{source}: not token ids: {error}; expected whole numbers such as 1,2,3; a text must "
@@ -45,6 +51,16 @@ def parse_ids(text: str) -> list[int]:
             "integers; correct it"
         )
     return ids
+
+
+def _whole(part: str) -> int:
+    if not _NUMBER.fullmatch(part):
+        raise ValueError(
+            f"found {part[:60]!r}"
+            if part
+            else "found nothing where an id should be, beside a comma"
+        )
+    return int(part)
 
 
 def _is_file(path: Path) -> bool:

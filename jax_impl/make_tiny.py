@@ -357,7 +357,13 @@ def make_checkpoint(
 
     The directory must be absent or empty. It appears under its name only when complete, and no
     more than one shard is held in memory. `overrides` are fields of the target's text config.
+
+    Raises:
+        ValueError: `seed` is not in 0..2^32-1, or the preset, the overrides or the place do not do.
+        FileExistsError: there is something at `directory`.
     """
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed {seed}: expected 0..{2**32 - 1}; choose one of these")
     directory = Path(directory)
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
         what = "a directory that is not empty" if directory.is_dir() else "a file"

@@ -10,6 +10,11 @@ def listed(title: str, problems: Iterable[str], do: str) -> str:
     return f"{title}:" + "".join(f"\n  - {p}" for p in problems) + f"\n{do}"
 
 
+def option(name: str) -> str:
+    """What a command line calls the setting `name`."""
+    return "--" + name.replace("_", "-")
+
+
 def problems_of(error: Exception) -> list[str]:
     """The problems that `listed` put into an error's message; the message itself without any."""
     lines = str(error).splitlines()

@@ -266,7 +266,8 @@ def join(processes: Processes, local_devices: int | None = None) -> None:
     # more than that: make them now, while all processes are at the same place.
     _exchange_once()
     if _State.reporter is not None:
-        _State.reporter.update(ranks=(mine[0], mine[-1]), doing="joined")
+        # what comes next may take as long as anything outside a step
+        _State.reporter.update(ranks=(mine[0], mine[-1]), doing="joined", allow=0.0)
 
 
 def _exchange_once() -> None:

@@ -196,6 +196,7 @@ def _filtered(scaled: jax.Array, top_k: Any, top_p: Any, min_p: Any) -> jax.Arra
     before = jnp.cumsum(share, axis=-1) - share
     kept = (before < top_p) | (top_p >= 1)
     floor = jnp.maximum(floor, jnp.min(jnp.where(kept, ordered, jnp.inf), axis=-1, keepdims=True))
+    floor = jnp.minimum(floor, ordered[..., :1])  # a top_p that f32 rounds to 0 keeps the best
     return jnp.where(scaled >= floor, scaled, -jnp.inf)
 
 

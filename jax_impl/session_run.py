@@ -23,6 +23,8 @@ from jax_impl.draft_weights import DraftWeights
 from jax_impl.drafter import propose, write_context
 from jax_impl.model import forward
 from jax_impl.params import Weights
+from jax_impl.sampling import Filters
+from jax_impl.sampling_config import Sampling
 from jax_impl.session import Drafts, Floats, Pass, Session, SessionError, Stages, State, shapes_of
 from jax_impl.speculate import verify as verify_step
 from jax_impl.static import DraftStatic, Static
@@ -44,6 +46,9 @@ def prefill(
     *,
     record: bool = False,
     temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
     seed: int = 0,
 ) -> Pass:
     """All of a prompt in one pass; the state after it knows the first generated token.
@@ -51,7 +56,10 @@ def prefill(
     Raises:
         SessionError: see `feed`.
     """
-    return feed(session, new_state(session), ids, record=record, temperature=temperature, seed=seed)
+    return feed(
+        session, new_state(session), ids, record=record, temperature=temperature, top_k=top_k,
+        top_p=top_p, min_p=min_p, seed=seed,
+    )  # fmt: skip
 
 
 def step(
@@ -60,10 +68,16 @@ def step(
     *,
     record: bool = False,
     temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
     seed: int = 0,
 ) -> Pass:
     """Plain decoding: the anchor in, one token out."""
-    return feed(session, state, (), record=record, temperature=temperature, seed=seed)
+    return feed(
+        session, state, (), record=record, temperature=temperature, top_k=top_k, top_p=top_p,
+        min_p=min_p, seed=seed,
+    )  # fmt: skip
 
 
 def feed(
@@ -73,6 +87,9 @@ def feed(
     *,
     record: bool = False,
     temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
     seed: int = 0,
 ) -> Pass:
     """The waiting anchor, if there is one, and further known tokens, in one pass.
@@ -83,14 +100,19 @@ def feed(
         ids: tokens behind `state.ids`.
         record: keep every stage's output.
         temperature: of the draw of the next token; 0 takes the largest logit.
+        top_k: how many of the most probable tokens may be drawn; 0: all. The filters need a
+            temperature; passes with some are compiled apart.
+        top_p: draw from the most probable tokens that have this probability together; 1: from all.
+        min_p: share of the largest probability that a token needs to be drawn; 0: none.
         seed: of the draw, which depends on (seed, position) alone.
 
     Raises:
         SessionError: nothing to process, ids outside the vocabulary, no room, a state of another
-            session, or a bad temperature or seed.
+            session, or draws that are out of range.
     """
     known = (*state.ids, *(int(i) for i in ids))
-    inputs = _inputs(session, state, known[state.position :], temperature, seed)
+    sampling = Sampling(temperature, top_k, top_p, min_p, seed)
+    inputs = _inputs(session, state, known[state.position :], sampling)
     settings, weights = _parts(session)
     cache, token, logits, stages = _build_pass(*settings, record)(*weights, state.cache, inputs)
     new = (int(token[0]),)
@@ -113,7 +135,7 @@ def draft(
         state: after a pass of this session.
         drafts: K.
         sample: draw from the drafter's distribution at `temperature`; else its largest logits.
-        temperature: as of `feed`; so is `seed`.
+        temperature: as of `feed`; so is `seed`. A drafter has no filters.
 
     Raises:
         SessionError: no drafter, no anchor, or no room for the block.
@@ -124,7 +146,7 @@ def draft(
     Acceptance().require(drafts)
     anchor = _anchor(state)
     _room(session, state.position + 1 + drafts)
-    inputs = _inputs(session, state, (anchor,), temperature, seed)
+    inputs = _inputs(session, state, (anchor,), Sampling(temperature, seed=seed))
     settings, weights = _parts(session)
     found, logits = _build_draft(*settings, drafts, sample)(*weights, state.cache, inputs)
     tokens = tuple(int(i) for i in found[0])
@@ -139,6 +161,9 @@ def verify(
     *,
     record: bool = False,
     temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
     seed: int = 0,
 ) -> Pass:
     """One speculative step: judge anchor and drafts, keep what was accepted and one token more.
@@ -149,7 +174,7 @@ def verify(
         drafts: of `draft`, or any tokens.
         method: the rule, see `Acceptance`.
         record: keep every stage's output, those of rejected rows included.
-        temperature: as of `feed`; so is `seed`.
+        temperature: as of `feed`; so are the filters, which restrict the target, and `seed`.
 
     Raises:
         SessionError: no anchor, no room, ids outside the vocabulary, or draft logits missing.
@@ -164,7 +189,8 @@ def verify(
             "draft(..., sample=True) with Acceptance(drafting='probabilistic')"
         )
     anchor = _anchor(state)
-    inputs = _inputs(session, state, (anchor, *given.tokens), temperature, seed, given.logits)
+    sampling = Sampling(temperature, top_k, top_p, min_p, seed)
+    inputs = _inputs(session, state, (anchor, *given.tokens), sampling, given.logits)
     settings, weights = _parts(session)
     found = _build_verify(*settings, method, record)(*weights, state.cache, inputs)
     cache, tokens, count, logits, stages = found
@@ -212,8 +238,7 @@ def _inputs(
     session: Session,
     state: State,
     ids: Sequence[int],
-    temperature: float,
-    seed: int,
+    sampling: Sampling,
     logits: Floats | None = None,
 ) -> StepInputs:
     """Inputs of a pass over `ids` [T] behind the processed tokens; slot 0, pages in order."""
@@ -225,10 +250,7 @@ def _inputs(
         problems.append("no tokens to process; expected at least one")
     if outside := [i for i in ids if not 0 <= i < vocabulary]:
         problems.append(f"ids outside the vocabulary 0..{vocabulary - 1}: {outside[:5]}")
-    if not 0.0 <= temperature < float("inf"):
-        problems.append(f"temperature {temperature}: expected 0 (greedy) or above")
-    if not 0 <= seed < 2**32:
-        problems.append(f"seed {seed}: expected 0..{2**32 - 1}")
+    problems += sampling.problems()
     if shapes_of(state.cache) != expected:
         problems.append("the state has other caches than this session; prefill with this one")
     if problems:
@@ -240,9 +262,20 @@ def _inputs(
         position=jnp.asarray([state.position], jnp.int32),
         slot=jnp.zeros(1, jnp.int32),
         page_table=jnp.arange(session.run.pages, dtype=jnp.int32)[None],
-        temperature=jnp.asarray([temperature], jnp.float32),
-        seed=jnp.asarray([seed], jnp.uint32),
+        temperature=jnp.asarray([sampling.temperature], jnp.float32),
+        seed=jnp.asarray([sampling.seed], jnp.uint32),
+        filters=_filters(sampling),
         draft_logits=None if logits is None else jnp.asarray(logits)[None],
+    )
+
+
+def _filters(sampling: Sampling) -> Filters | None:
+    if not sampling.filters():
+        return None
+    return Filters(
+        jnp.asarray([sampling.top_k], jnp.int32),
+        jnp.asarray([sampling.top_p], jnp.float32),
+        jnp.asarray([sampling.min_p], jnp.float32),
     )
 
 

@@ -22,8 +22,9 @@ from jax_impl.cache import StepInputs, StepOutputs
 from jax_impl.config import ModelConfig, RunConfig
 from jax_impl.draft_config import DraftConfig
 from jax_impl.draft_weights import DraftWeights
-from jax_impl.engine import Engine, EngineError, Sequence, bucket
+from jax_impl.engine import Engine, EngineError, bucket
 from jax_impl.params import Weights
+from jax_impl.sequences import Sequence
 from jax_impl.sharding import ONE_DEVICE, Placement
 from jax_impl.speculate import build_speculative_prefill, build_speculative_step
 from jax_impl.static import DraftStatic
@@ -75,8 +76,12 @@ class SpeculativeEngine(Engine):
         context: int | None = None,
         placement: Placement = ONE_DEVICE,
         check_replicas: bool = False,
+        filters: bool = False,
     ) -> None:
         """Allocate the caches of both models; arguments as of `Engine`, and the drafter's.
+
+        Filters restrict the target, whose distribution the text then has; the drafter draws
+        from all of its own.
 
         Raises:
             ConfigError: the method does not fit the number of drafts, the drafter the target, or
@@ -95,7 +100,7 @@ class SpeculativeEngine(Engine):
             )
         super().__init__(
             config, run, weights, backend, chunk=chunk, context=context, placement=placement,
-            check_replicas=check_replicas, draft_config=draft_config,
+            check_replicas=check_replicas, draft_config=draft_config, filters=filters,
         )  # fmt: skip
         self.draft = DraftStatic(draft_config, run, placement.ranks)
         self.draft_weights, self.method, self.drafts = draft_weights, method, drafts

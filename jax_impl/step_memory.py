@@ -10,7 +10,10 @@ from jax_impl.weights import BYTES, F32
 if TYPE_CHECKING:
     from jax_impl.memory import MemorySettings
 
-GATHER_PAIRS = 256  # as in ops/experts.py: up to so many (row, expert) pairs copy their experts
+# As in ops/experts.py: so many (row, expert) pairs at a time copy their experts; steps of more than
+# DECODE_PAIRS go through them one expert at a time.
+GATHER_PAIRS = 256
+DECODE_PAIRS = 1024
 ITEM = {**BYTES, "float8_e4m3fn": 1}
 
 
@@ -45,7 +48,8 @@ def temporary_bytes(config: ModelConfig, settings: MemorySettings) -> int:
     N rows, a bytes per activation. Stream: N (snapshots + 6) hidden a. Stages, of which the largest
     counts: KDA (two f32 states of the batch, the projections in f32), feed-forward (dense width in
     f32 and a), experts (each (row, expert) pair's weights packed and as bf16, at most
-    `GATHER_PAIRS` pairs; beyond that one expert at a time), logits (twice f32, whole vocabulary).
+    `GATHER_PAIRS` pairs; beyond `DECODE_PAIRS` one expert at a time), logits (twice f32, whole
+    vocabulary).
     """
     c, s = config, settings
     rows, a = s.batch * s.tokens, ITEM[s.compute]
@@ -60,7 +64,7 @@ def temporary_bytes(config: ModelConfig, settings: MemorySettings) -> int:
     width = c.moe_intermediate_size // (1 if s.experts == "ep" else s.ranks)
     packed = 3 * width * c.routed_expert_hidden_size * 17 // 32
     one = packed + 2 * width * c.routed_expert_hidden_size * BYTES["bfloat16"]
-    experts = (pairs if pairs <= GATHER_PAIRS else 1) * one
+    experts = (min(pairs, GATHER_PAIRS) if pairs <= DECODE_PAIRS else 1) * one
     experts += pairs * (2 * width + c.routed_expert_hidden_size) * (BYTES[F32] + a)
     logits = rows * c.vocab_size * 2 * BYTES[F32]
     return stream + max(kda, feed_forward, experts, logits)

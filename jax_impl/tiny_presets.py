@@ -202,7 +202,7 @@ def release_config(text: dict[str, Any]) -> dict[str, Any]:
         "text_config": text,
         "media_placeholder_token_id": MEDIA_TOKEN,
         "ignore_index": -100,
-        **SPECIAL_TOKENS,
+        **{name: text[name] for name in SPECIAL_TOKENS},
     }
 
 

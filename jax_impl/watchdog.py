@@ -34,6 +34,7 @@ from jax_impl.watch_view import ADVICE, SILENT_S, Limits, Status, View
 
 GIVEN_UP = 3  # exit status where the watchdog ended the run
 BAD_INPUT = 2
+INTERRUPTED_S = 3.0  # for the others to hear of it, also where they have yet to be reached
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -48,7 +49,8 @@ def run_supervised(
     launcher = _Launcher(processes, options)
     before = {}
     for number in SIGNALS:
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup stays nohup
+        # nohup stays nohup, and so does a script's background, which hands SIGINT on ignored
+        if signal.getsignal(number) != signal.SIG_IGN:
             before[number] = signal.signal(number, launcher.interrupt)
     try:
         return launcher.run(command or [sys.executable, *sys.orig_argv[1:]])
@@ -206,7 +208,7 @@ class _Launcher:
                 if isinstance(message.get("table"), list):
                     self._table = [str(line) for line in message["table"]]
             problem = self._out_of_touch(now, status)
-            if interrupted and (problem or self._link is None or now - interrupted > 3.0):
+            if interrupted and (problem or now - interrupted > INTERRUPTED_S):
                 return code
             if problem:
                 _say(problem)

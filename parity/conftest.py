@@ -1,8 +1,20 @@
 from __future__ import annotations
 
+import signal
 from pathlib import Path
 
 import pytest
+
+
+@pytest.fixture
+def hears_sigint():
+    """Programs that the test starts hear SIGINT, as in a terminal.
+
+    A suite that a shell script runs in its background ignores it, and would hand that on.
+    """
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 @pytest.fixture(scope="session")

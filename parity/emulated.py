@@ -136,3 +136,83 @@ def looped_back() -> None:
     assert not exchanges_by_layer(text)
     _, out, _ = step(weights, cache, inputs)
     assert out.logits.shape == (1, 8, config.vocab_size // RANKS) and bool(out.finite[0])
+
+
+def filtered_draws() -> None:
+    """Draws and verdicts from filtered rows: over all ranks those of one, placeholders and all."""
+    from functools import partial
+
+    from jax_impl.acceptance import accept
+    from jax_impl.acceptance_config import Acceptance
+    from jax_impl.collectives import ONE_RANK, Ranks
+    from jax_impl.sampling import Filters, acceptance_uniforms, draw, token_noise
+
+    n, k, v = 64, 3, 512
+    rng = np.random.default_rng(3)
+    base = rng.normal(size=(n, k + 1, v)).astype(np.float32)
+    near = base[:, :k] + 0.3 * rng.normal(size=(n, k, v)).astype(np.float32)
+    drafts = np.argmax(near, axis=-1).astype(np.int32)
+    drafts[::7, 2] = -1
+    heat = rng.choice(np.float32([0, 0.3, 1.0]), n)
+    seed, position = np.arange(n, dtype=np.uint32), rng.integers(1, 99, n).astype(np.int32)
+    limits = Filters(
+        rng.choice(np.int32([0, 1, 3, 40]), n), rng.choice(np.float32([0.4, 0.9, 1]), n),
+        rng.choice(np.float32([0, 0.05, 1]), n),
+    )  # type: ignore[arg-type]  # fmt: skip
+
+    def both(ranks: Ranks, logits: jax.Array, proposed: jax.Array, limits: Filters) -> Any:
+        u = acceptance_uniforms(seed, position, k, salted=True)
+        noise = lambda row: token_noise(seed, position + row + 1, logits.shape[-1], ranks)  # noqa: E731
+        method = Acceptance("block", "probabilistic")
+        judged = accept(method, logits, drafts, proposed, heat, u, noise, limits, ranks)
+        return *judged, draw(logits[:, 0], heat, seed, position, limits, ranks)
+
+    want = jax.jit(partial(both, ONE_RANK))(base, near, limits)
+    placement = place_ranks(RANKS)
+    cut = P(None, None, placement.mesh.axis_names[0])
+    shared = jax.shard_map(
+        partial(both, placement.ranks), mesh=placement.mesh, in_specs=(cut, cut, P()), out_specs=P()
+    )
+    for a, b in zip(jax.jit(shared)(base, near, limits), want, strict=True):
+        assert np.array_equal(a, b)
+    assert len(set(np.asarray(want[1]).tolist())) == k + 1  # every number of accepted drafts
+
+
+def filtered_texts() -> None:
+    """Texts and counts of a speculative engine with filters: over two ranks those of one."""
+    import tempfile
+
+    from jax_impl.acceptance_config import Acceptance
+    from jax_impl.checkpoint import Checkpoint
+    from jax_impl.draft_weights import open_draft
+    from jax_impl.loader import load_draft, load_weights
+    from jax_impl.make_tiny import make_checkpoint
+    from jax_impl.sharding import ONE_DEVICE
+    from jax_impl.speculative_engine import SpeculativeEngine
+
+    run = RunConfig(compute="float32", slots=4, pages=32, page_size=4)
+    settings: tuple[dict[str, Any], ...] = (
+        {}, {"temperature": 3.0, "seed": 1}, {"temperature": 4.0, "top_k": 3, "seed": 2},
+        {"temperature": 4.0, "top_p": 0.5, "min_p": 0.01, "seed": 3},
+    )  # fmt: skip
+
+    def texts(placement: Placement, folder: Path) -> list[tuple[list[int], list[int]]]:
+        target, draft = Checkpoint.open(folder / "target"), open_draft(folder / "draft")
+        engine = SpeculativeEngine(
+            target.config, run, load_weights(target, placement=placement), draft.config,
+            load_draft(draft, placement=placement), Acceptance("block", "probabilistic"), 3,
+            chunk=8, context=32, placement=placement, check_replicas=True, filters=True,
+        )  # fmt: skip
+        handles = [engine.add([5, 17, 101, 9, 12][i:], **s) for i, s in enumerate(settings)]
+        for handle in handles:
+            engine.prefill(handle)
+        for _ in range(5):
+            engine.decode(handles)
+        return [(engine.sequences[h].ids, engine.sequences[h].emitted) for h in handles]
+
+    with tempfile.TemporaryDirectory() as scratch:
+        make_checkpoint(Path(scratch) / "pair", "tiny", 0, overrides={"num_hidden_layers": 2})
+        folder = Path(scratch) / "pair"
+        want = texts(ONE_DEVICE, folder)
+        assert texts(place_ranks(2), folder) == want
+    assert max(n for _, counts in want for n in counts) > 1

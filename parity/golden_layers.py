@@ -8,7 +8,8 @@ import numpy as np
 
 from parity.driver import Arrays, Driver
 from parity.folders import Folder
-from parity.golden_model import EPS, RUNS, inconsistencies, rmsnorm, router_choice
+from parity.golden_limits import router_choice
+from parity.golden_model import EPS, RUNS, inconsistencies, rmsnorm
 from parity.layerwise import Built, build_layer, inject
 from parity.verdict import Verdict, Where, compare, not_recorded, not_run
 

@@ -15,6 +15,7 @@ import numpy as np
 from parity import metrics
 from parity.driver import ROWS, WINDOW, Arrays, Driver, Sequence, Session, greedy, in_windows
 from parity.folders import Folder
+from parity.golden_limits import Whole, greedy_verdict, router_choice, stream_limit
 from parity.tolerances import tolerance
 from parity.verdict import Verdict, Where, compare, failed, judge, not_recorded, not_run
 
@@ -139,12 +140,15 @@ class ModelCheck:
         longest = max(len(self.ids), *fed)
         self.driver = Driver.open(folder.path, dtype, profile, longest, mla_norm_eps=EPS)
         self.f32 = dtype == "float32"
+        self.limit = stream_limit(folder, dtype)
+        self._kept: Whole | None = None
 
     def verdicts(self, parts: tuple[str, ...]) -> Iterator[Verdict]:
         """All comparisons of the parts asked for."""
         logits = None
         if "whole" in parts:
             logits, session, sequence, record = self.driver.whole(self.ids)
+            self._kept = logits, record
             yield from self.whole(logits, session, sequence, record)
         if "stepwise" in parts:
             yield from self.stepwise(logits)
@@ -173,11 +177,11 @@ class ModelCheck:
             session.step([None, (sequence, np.array([token]))], 1)
         ids = greedy(session, sequence, prompt[-1:], len(want), row=1)
         rows = sequence.rows()
-        found = metrics.first_divergence(ids, want, self._margins("", want))
-        yield self._greedy(at, "greedy_ids", ids, want, found)
+        verdict, equal = self._greedy(at, "greedy_ids", ids, want, self.g)
+        yield verdict
         own = np.argmax(rows[len(prompt) - 1 :], -1)[: len(ids)]
         yield compare(at, "token is argmax", ids, own, "equal")
-        fed = len(prompt) + found["equal_prefix"]  # later rows saw other tokens
+        fed = len(prompt) + equal  # later rows saw other tokens
         fed = min(fed, len(rows), len(self.ids))
         yield self._logits(at, "logits", rows[:fed], self.g["logits_f64"][:fed])
         if whole is not None and self.f32:
@@ -190,7 +194,7 @@ class ModelCheck:
                 "agreement",
                 note=note,
             )
-        if self.f32 and found["equal_prefix"] == len(want) and len(rows) == len(self.ids):
+        if self.f32 and equal == len(want) and len(rows) == len(self.ids):
             yield from self._caches(at, "seq", session.caches(sequence))
         yield self._untouched(at, session, [sequence])
         yield from self._second_prompt(at)
@@ -201,8 +205,7 @@ class ModelCheck:
         session = Session(self.driver, seed=3)
         sequence, want = session.sequence(slot=0), np.asarray(self.g["prompt2_greedy_ids"])
         ids = greedy(session, sequence, self.g["prompt2_ids"], len(want), row=0)
-        found = metrics.first_divergence(ids, want, self._margins("prompt2_", want))
-        yield self._greedy(at, "prompt2_greedy_ids", ids, want, found, recorded_bf16=False)
+        yield self._greedy(at, "prompt2_greedy_ids", ids, want, {})[0]  # no bf16 run of it
         n = len(self.g["prompt2_ids"])
         if (recorded := self.g.get("prompt2_logits_f64")) is not None:
             rows = sequence.rows()[:n]
@@ -289,23 +292,20 @@ class ModelCheck:
         return compare(at, quantity, got, want, key, logits=True, extra=extra)
 
     def _greedy(
-        self, at: Where, quantity: str, ids: np.ndarray, want: np.ndarray,
-        found: metrics.Metrics, *, recorded_bf16: bool = True,
-    ) -> Verdict:  # fmt: skip
-        """Ids are right up to the first place where the recorded margin allows another choice.
+        self, at: Where, quantity: str, ids: np.ndarray, want: np.ndarray, g: Arrays
+    ) -> tuple[Verdict, int]:
+        """Verdict on greedy ids, and how many of them are the recorded ones."""
+        margins = self._margins(quantity.removesuffix("greedy_ids"), want)
+        found = metrics.first_divergence(ids, want, margins)
+        verdict = greedy_verdict(at, quantity, ids, want, found, g, self._whole_run)
+        return verdict, found["equal_prefix"]
 
-        In bf16 they must also reach as far as the recorded bf16 run did, whatever the margin.
-        """
-        limit, note = tolerance("greedy", at.dtype), f"{found['equal_prefix']} of {len(want)} equal"
-        found = {"margin": 0.0} | found
-        recorded = self.g.get("bf16_greedy_ids") if recorded_bf16 and not self.f32 else None
-        if recorded is not None:
-            reach = metrics.first_divergence(np.asarray(recorded), want)["equal_prefix"]
-            found["recorded_bf16_prefix"] = reach
-            note += f", the recorded bf16 run reached {reach}"
-            if found["equal_prefix"] >= reach:
-                found["margin"] = 0.0
-        return judge(at, quantity, found, limit, note)
+    def _whole_run(self) -> Whole:
+        """Logits and stage outputs of the whole sequence in one step; kept."""
+        if self._kept is None:
+            logits, _, _, record = self.driver.whole(self.ids)
+            self._kept = logits, record
+        return self._kept
 
     def streams(self, at: Where, record: Arrays) -> Iterator[Verdict]:
         """Every recorded stream of every layer, and the router's choices."""
@@ -313,12 +313,14 @@ class ModelCheck:
             name = f"layer{layer:02d}"
             own = {k.split(".", 1)[1]: v for k, v in record.items() if k.startswith(name)}
             for quantity, got, want in self._layer_streams(layer, own, record):
-                yield compare(at.at(case=f"whole {name}"), quantity, got, want, "stream")
+                where = at.at(case=f"whole {name}")
+                yield compare(where, quantity, got, want, "stream", limit=self.limit)
             if f"seq.{name}.router_idx" in self.g and "ids" in own:
                 yield from self._router(at.at(case=f"whole {name}"), name, own)
         if "seq.final_norm_out" in self.g:
             want = np.asarray(self.g["seq.final_norm_out"], np.float64)
-            yield compare(at, "final_norm_out", record["hidden"], want, "stream")
+            got = record["hidden"]
+            yield compare(at, "final_norm_out", got, want, "stream", limit=self.limit)
 
     def _layer_streams(self, layer: int, own: Arrays, record: Arrays) -> Iterator[tuple]:
         c, w = self.driver.config, self.driver.weights.layer
@@ -377,24 +379,6 @@ class ModelCheck:
         if session.untouched(used):
             return judge(at, "unused slots and pages", {"exact": True}, tolerance("equal"))
         return failed(at, "unused slots and pages", "something wrote outside its slot or pages")
-
-
-def router_choice(
-    at: Where, got: np.ndarray, want: np.ndarray, gap: np.ndarray | None, key: str
-) -> Verdict:
-    """Chosen expert sets.
-
-    Without recorded gaps float32 has to choose the same sets, and bf16 is judged by the share of
-    rows that differ.
-    """
-    if got.shape != want.shape:
-        return failed(at, "router_idx", f"shape: found {got.shape}, expected {want.shape}")
-    note = "" if gap is not None else "gaps are not recorded"
-    gaps = np.full(len(want), np.inf) if gap is None else np.asarray(gap)
-    if gap is None and at.dtype != "float32":
-        key = "router_chained"
-    found = metrics.set_flips(got, want, gaps)
-    return judge(at, "router_idx", found, tolerance(key, at.dtype), note)
 
 
 def rmsnorm(x: np.ndarray, weight: object, eps: float) -> np.ndarray:

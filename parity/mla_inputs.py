@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -104,6 +104,25 @@ def make(
     )
     arrays = {k: x if x is None else jnp.asarray(x) for k, x in arrays.items()}
     return Case(arrays, cache, heads, tokens, latent, nope)
+
+
+def repaged(case: Case, page: int) -> Case:
+    """The same sequences and rows in pages of another size; what no sequence owns holds NaN."""
+    table, old = np.asarray(case.arrays["table"]), np.asarray(case.cache)
+    layers, _, held, row = old.shape
+    lengths = np.asarray(case.arrays["ends"]).max(axis=1)
+    used = -(-lengths // page)
+    order = np.random.default_rng(page).permutation(used.sum() + 2)
+    pages = np.full((layers, len(order), page, row), np.nan, old.dtype)
+    new = np.full((len(lengths), used.max() + 1), -1, np.int32)
+    for i, (length, count) in enumerate(zip(lengths, used, strict=True)):
+        new[i, :count], order = order[:count], order[count:]
+        at = np.arange(length)
+        rows = old[:, table[i, at // held], at % held]
+        pages[:, new[i, at // page], at % page] = rows
+    place = paged.place(case.arrays["ends"], jnp.asarray(new), page)
+    arrays = case.arrays | {"table": jnp.asarray(new), "place": place}
+    return replace(case, arrays=arrays, cache=jnp.asarray(pages))
 
 
 def shapes(batch: int, tokens: int, heads: int, dtype: Any, kv_scale: float | None) -> Case:

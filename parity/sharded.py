@@ -2,12 +2,13 @@
 
 Every setting is checked in three ways. Logits: sequences of unequal length, in shuffled slots and
 scattered pages, some of them absent from some steps, each row against the recorded float64 logits
-(`model_tiny16`) or those of `torch_ref` (a `tp16` checkpoint made on the spot). Tokens: the
-speculative loop gives the tokens and accepted counts of one rank. Replicas: what is equal on all
-ranks by construction is so bit for bit.
+(`model_tiny16`) or those of `torch_ref` (a `tp16` checkpoint made on the spot). Tokens: those that
+these steps choose, against the best of the same logits. Replicas: what is equal on all ranks by
+construction is so bit for bit.
 
-A setting with `verify` feeds 1 + K tokens per sequence and step and runs the speculative loop;
-without it one token per step. The ranks are devices of one process or of several.
+A setting with `verify` feeds 1 + K tokens per sequence and step, without it one. With `verify` the
+speculative loop also runs, and gives the tokens and accepted counts of one rank (`with_loop`). The
+ranks are devices of one process or of several.
 """
 
 from __future__ import annotations
@@ -82,8 +83,9 @@ FULL: dict[str, tuple[Setting, ...]] = {
     PRESET: (*MATRIX, Setting(16, True, 8, False, "ep"), Setting(8, False, 1, False, "ep")),
 }
 RECORDED_TOKENS = (Setting(16, True, 8, True),)
-# every process compiles for itself: with several of them tokens are compared under these only
-SEVERAL_TOKENS = (Setting(16, False, 1, True), Setting(8, False, 1, True, "tp", 4))
+# Every process compiles for itself, and the loop is four programs beside the step of the logits:
+# with several processes it runs under these only, which take every choice between them.
+SEVERAL_TOKENS = (Setting(16, False, 1, True), Setting(8, True, 8, True, "ep", 4))
 
 
 def emulate_devices(ranks: int = RANKS) -> None:
@@ -128,20 +130,22 @@ class Subject:
     eps: float | None
 
 
-def check_sharded(settings: dict[str, tuple[Setting, ...]] = FULL) -> Iterator[Verdict]:
-    """All comparisons; `settings` by subject, see `FULL`."""
-    import jax
+def check_sharded(
+    settings: dict[str, tuple[Setting, ...]] = FULL, layers: int | None = None
+) -> Iterator[Verdict]:
+    """All comparisons.
 
+    Args:
+        settings: by subject, see `FULL`.
+        layers: of the pair made on the spot; None: the preset's.
+    """
     from jax_impl.sharding import place_ranks
 
-    tokens = tuple(s for s in MATRIX if s.verify)
-    if jax.process_count() > 1:
-        tokens = SEVERAL_TOKENS
     with tempfile.TemporaryDirectory(prefix="parity-") as scratch:
         for name, each in settings.items():
             if not each:
                 continue
-            subject = made(Path(scratch)) if name == PRESET else recorded(name)
+            subject = made(Path(scratch), layers) if name == PRESET else recorded(name)
             for setting in each:
                 where = Where("sharded", subject.name, setting.name, profile="V")
                 try:
@@ -151,8 +155,17 @@ def check_sharded(settings: dict[str, tuple[Setting, ...]] = FULL) -> Iterator[V
                     yield not_run(where, "all", str(error))
                     continue
                 yield from check_logits(where, subject, setting, run, placement)
-                if setting in (tokens if name == PRESET else RECORDED_TOKENS):
+                if with_loop(name, setting):
                     yield from check_tokens(where, subject, setting, run, placement)
+
+
+def with_loop(name: str, setting: Setting) -> bool:
+    """Whether the speculative loop is compared with that of one rank too."""
+    import jax
+
+    if name != PRESET:
+        return setting in RECORDED_TOKENS
+    return setting.verify and (jax.process_count() == 1 or setting in SEVERAL_TOKENS)
 
 
 def chosen(tp: int | None = None, case: str | None = None) -> dict[str, tuple[Setting, ...]]:
@@ -186,7 +199,7 @@ def recorded(name: str) -> Subject:
     )  # fmt: skip
 
 
-def made(scratch: Path) -> Subject:
+def made(scratch: Path, layers: int | None = None) -> Subject:
     """A `tp16` pair made on the spot, with the logits of `torch_ref`."""
     import torch
 
@@ -196,7 +209,8 @@ def made(scratch: Path) -> Subject:
     from torch_ref.model import Model
     from torch_ref.numerics import Numerics
 
-    make_checkpoint(scratch / PRESET, PRESET, SEED)
+    depth = {} if layers is None else {"num_hidden_layers": layers}
+    make_checkpoint(scratch / PRESET, PRESET, SEED, overrides=depth)
     target = scratch / PRESET / "target"
     with one_thread():
         model = Model.load(target, Numerics(torch.float32, "V"))
@@ -219,7 +233,11 @@ def _loaded(target: Path, placement: Any) -> Any:
 def check_logits(
     where: Where, subject: Subject, setting: Setting, run: Any, placement: Any
 ) -> Iterator[Verdict]:
-    """Each row of the batch ends a token before the last; every one is judged."""
+    """Each row of the batch ends two tokens before the last; every one is judged.
+
+    So is the token that each step chooses for each sequence, by how far the reference's logit of it
+    is below the reference's best.
+    """
     from parity.driver import Driver, Session
 
     config, weights = _loaded(subject.target, placement)
@@ -229,7 +247,7 @@ def check_logits(
     sequences = [session.sequence(int(s)) for s in slots]
     ids = [subject.ids[: len(subject.ids) - 2 * i] for i in range(setting.batch)]
     width = 1 + K if setting.verify else 1
-    turn = 0
+    turn, chosen = 0, []
     while any(q.position < len(i) for q, i in zip(sequences, ids, strict=True)):
         rows: list[Any] = [
             # now and then a sequence sits a step out, or brings fewer tokens than the others
@@ -237,12 +255,20 @@ def check_logits(
             else (q, i[q.position : q.position + max(1, width - (turn + row) % 3)])
             for row, (q, i) in enumerate(zip(sequences, ids, strict=True))
         ]  # fmt: skip
-        session.step(rows, width)
+        chosen += [
+            (subject.logits[q.position - 1], token)
+            for q, token in zip(sequences, session.step(rows, width), strict=True)
+            if token is not None
+        ]
         turn += 1
     at = where.at(against=subject.against)
     got = np.concatenate([q.rows() for q in sequences])
     want = np.concatenate([subject.logits[: len(i)] for i in ids])
     yield compare(at, "logits", got, want, subject.limit, logits=True)
+    below = [float(row.max() - row[token]) for row, token in chosen]
+    note = f"{below.count(0.0)} of {len(below)} are the best"
+    limit = tolerance("pair_greedy", "float32")
+    yield judge(at, "step tokens", {"margin": max(below)}, limit, note)
     here = where.at(against="itself")
     note = "; ".join(sorted(set(session.unequal))[:5])
     equal = {"exact": not session.unequal}

@@ -9,7 +9,7 @@ import pytest
 
 from jax_impl import acceptance, sampling
 from jax_impl.acceptance import Rows, accept, block_thresholds, carried, last_weights
-from jax_impl.acceptance_config import Acceptance
+from jax_impl.acceptance_config import Acceptance, parse_rates
 from jax_impl.config import ConfigError
 
 T = np.array(
@@ -200,7 +200,7 @@ def test_rates_to_conditional_rates_and_the_label():
         ({"rule": "synthetic", "length": 0.5}, 7, "length: found 0.5, expected 1..8"),
         ({"rule": "synthetic", "length": 9}, 7, "length: found 9, expected 1..8"),
         ({"rule": "synthetic", "length": float("nan")}, 7, "length: found nan"),
-        ({"rule": "synthetic"}, 7, "found neither, expected a length or rates"),
+        ({"rule": "synthetic"}, 7, "rule 'synthetic': found neither, expected length or rates"),
         ({"rule": "synthetic", "length": 2.0, "rates": (1.0,)}, 1, "found length and rates"),
         ({"length": 2.0}, 7, "expected rule 'synthetic'"),
         ({"rule": "synthetic", "rates": (0.5, 0.6)}, 2, "not rising"),
@@ -214,6 +214,22 @@ def test_rates_to_conditional_rates_and_the_label():
 def test_refused_settings(settings, drafts, message):
     with pytest.raises(ConfigError, match=message):
         Acceptance(**settings).require(drafts)
+
+
+def test_rates_of_the_command_line_are_parsed_strictly():
+    assert parse_rates("0.9,0.72,.36,1,1e-3") == (0.9, 0.72, 0.36, 1.0, 0.001)
+    assert parse_rates("-1") == (-1.0,)  # out of range is for `problems`
+    for wrong in ("", "1,", ",1", "1, 0.5", "1 0.5", "nan", "inf", "1_0", "0x1", "[1]", "0.5;0.1"):
+        with pytest.raises(ValueError, match="expected decimal numbers with commas between"):
+            parse_rates(wrong)
+
+
+def test_problems_name_what_the_user_typed():
+    wrong = Acceptance("synthetic", "beam", length=9.0, rates=(0.5,))  # type: ignore[arg-type]
+    found = wrong.problems(8, "--{}".format)
+    starts = ["--drafts", "--drafting", "--rule 'synthetic'", "--length", "--rates"]
+    assert [p.partition(":")[0] for p in found] == starts
+    assert "found --length and --rates, expected --length or --rates" in found[2]
 
 
 def test_six_of_eight_tokens_every_step():

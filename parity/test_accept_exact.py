@@ -12,6 +12,7 @@ import pytest
 
 from jax_impl import acceptance
 from jax_impl.acceptance import Rows, block_thresholds, carried, last_weights
+from jax_impl.sampling import Filters, log_probabilities
 
 T = np.array(
     [[0.4, 0.3, 0.2, 0.1], [0.1, 0.6, 0.1, 0.2], [0.25, 0.25, 0.4, 0.1], [0.05, 0.15, 0.3, 0.5]]
@@ -94,6 +95,25 @@ def test_the_output_has_the_targets_distribution(rule, one_hot, vocabulary, draf
         lengths, joint = enumerate_rule(rule, target, draft, (vocabulary, drafts), one_hot)
     want = joint_of(target, vocabulary, drafts + 1)
     assert 0.5 * np.abs(joint - want).sum() < 1e-12
+    assert abs(lengths.sum() - 1) < 1e-12
+
+
+@pytest.mark.parametrize("rule", ["standard", "block"])
+@pytest.mark.parametrize("filters", [(2, 1, 0), (0, 0.7, 0), (0, 1, 0.4), (3, 0.8, 0.1)])
+def test_the_output_has_the_filtered_targets_distribution(rule, filters):
+    """The target is restricted as the step does it; the drafts come from all tokens."""
+    free, draft = tables(1, 4), tables(2, 4)
+    limits = Filters(*(jnp.asarray([x]) for x in filters))
+
+    def target(prefix):
+        with jax.enable_x64(True):
+            logits = jnp.log(free(prefix))[None]
+            return np.exp(np.asarray(log_probabilities(logits, jnp.ones(1), limits)))[0]
+
+    with np.errstate(divide="ignore"):
+        lengths, joint = enumerate_rule(rule, target, draft, (4, 2))
+    want = joint_of(target, 4, 3)
+    assert (want == 0).any() and 0.5 * np.abs(joint - want).sum() < 1e-12
     assert abs(lengths.sum() - 1) < 1e-12
 
 

@@ -91,6 +91,26 @@ def test_generate_writes_ids_with_their_conditions(tiny, tmp_path):
     assert "first decode step" in found["conditions"]["excluded"]
 
 
+def test_forced_rates_are_labelled_wherever_they_are_shown(tmp_path, capsys):
+    from jax_impl.make_tiny import make_checkpoint
+
+    make_checkpoint(tmp_path / "pair", "tiny", 0, overrides={"num_hidden_layers": 2})
+    capsys.readouterr()
+    out = tmp_path / "out.json"
+    args = ("--prompt-ids", "5,17", "--steps", 10, "--draft", tmp_path / "pair" / "draft")
+    forced = ("--drafts", 3, "--accept", "synthetic", "--accept-rates", "1,1,0")
+    more = ("--commit", "snapshots", "--ignore-eos", "--json", out)
+    assert k3("generate", tmp_path / "pair" / "target", *args, *forced, *more) == 0
+    found, printed = json.loads(out.read_text()), capsys.readouterr().out
+    assert "generated (synthetic acceptance)" in printed and "output_ids" not in found
+    assert found["acceptance"] == "synthetic acceptance" in found["text"]
+    assert found["mean_acceptance_length"] == 3 and found["verify_steps"] == 3
+    spoken = found["conditions"]["speculation"]
+    assert spoken["kind"] == spoken["label"] == "synthetic acceptance"
+    assert spoken["commit"] == "snapshots"
+    assert (spoken["schedule"], spoken["schedule_kind"]) == ([1.0, 1.0, 0.0], "given rates")
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [

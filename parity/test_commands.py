@@ -199,7 +199,7 @@ def interrupt(command: list[str], begun) -> tuple[int, str]:
 
 
 @pytest.mark.slow
-def test_ctrl_c_while_a_checkpoint_is_made_leaves_nothing(tmp_path):
+def test_ctrl_c_while_a_checkpoint_is_made_leaves_nothing(tmp_path, hears_sigint):
     place = tmp_path / "here"
     place.mkdir()
     command = ["make-tiny", str(place / "big"), "--preset", "big"]
@@ -209,7 +209,7 @@ def test_ctrl_c_while_a_checkpoint_is_made_leaves_nothing(tmp_path):
 
 
 @pytest.mark.slow
-def test_ctrl_c_while_converting_leaves_whole_items_only(tmp_path):
+def test_ctrl_c_while_converting_leaves_whole_items_only(tmp_path, hears_sigint):
     make_checkpoint(tmp_path / "deep", "deep", 0)
     source, out = tmp_path / "deep" / "target", tmp_path / "out"
     status, said = interrupt(

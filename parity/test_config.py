@@ -36,6 +36,7 @@ REFUSED = [
     (f"{GROUP0}.weights.group_size", 16),
     (f"{GROUP0}.weights.symmetric", False),
     (f"{GROUP0}.weights.dynamic", True),
+    (f"{GROUP0}.targets", ["Embedding"]),
 ]
 # may be absent, but not differ
 OPTIONAL = [
@@ -46,6 +47,13 @@ OPTIONAL = [
     ("attention_dropout", 0.1),
     ("quantization_config.quantization_status", "frozen"),
     ("quantization_config.global_compression_ratio", 0.5),
+    (f"{GROUP0}.format", "int-quantized"),
+    (f"{GROUP0}.weights.scale_dtype", "torch.float16"),
+    (f"{GROUP0}.weights.zp_dtype", "torch.int8"),
+    (f"{GROUP0}.weights.actorder", "group"),
+    (f"{GROUP0}.weights.block_structure", "2x4"),
+    (f"{GROUP0}.weights.observer", "mse"),
+    (f"{GROUP0}.weights.observer_kwargs", 7),
 ]
 
 
@@ -130,6 +138,7 @@ def test_all_refusals_at_once():
 
 def test_unknown_settings_are_refused():
     extra = ("sliding_window", "linear_attn_config.chunk", "quantization_config.new")
+    extra += (f"{GROUP0}.new", f"{GROUP0}.weights.new")
     text = message(changed(*((name, 1) for name in extra)))
     assert all(f"{name}: unknown setting (1)" in text for name in extra)
 
@@ -245,7 +254,7 @@ def test_files_that_cannot_be_read(tmp_path):
 LEAVES = [
     (*path, key)
     for path, keys in (
-        ((), ("text_config", "model_type")),
+        ((), ("text_config", "model_type", "dtype", "quantization_config", "vocab_size")),
         (("text_config",), tuple(RELEASED["text_config"])),
         (
             ("text_config", "linear_attn_config"),

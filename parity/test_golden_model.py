@@ -12,10 +12,20 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from parity import metrics
 from parity.folders import open_folder
 from parity.golden_layers import check_layers
-from parity.golden_model import RUNS, ModelCheck, check_model, inconsistencies, router_choice
+from parity.golden_limits import (
+    STREAM_STAT,
+    explanation,
+    greedy_verdict,
+    logit_noise,
+    router_choice,
+    stream_limit,
+)
+from parity.golden_model import RUNS, ModelCheck, check_model, inconsistencies
 from parity.report import good, problems
+from parity.tolerances import tolerance
 from parity.verdict import Where
 
 CI = {
@@ -182,3 +192,118 @@ def test_a_folder_with_needed_tensors_only_passes(golden_dir):
     assert good(found), problems(found)
     notes = " ".join(v.note for v in found if v.status == "not recorded")
     assert "prompt2_ids" in notes and "layer streams" in notes
+
+
+# ---- bf16 runs, held against the recorded one ----
+BF16 = Where("model", "m", "stepwise", "bfloat16", "V")
+
+
+def judged(g, ids, whole=None):
+    """The verdict on `ids`; `whole` stands for our run of the whole sequence."""
+    want = np.asarray(g["greedy_ids"])
+    found = metrics.first_divergence(ids, want, np.asarray(g["greedy_top2_margin_f64"]))
+    same = np.asarray(g["logits_f64"]), {}
+    return greedy_verdict(BF16, "greedy_ids", ids, want, found, g, lambda: whole or same)
+
+
+def other_choice(g, place, layer="layer03"):
+    """Ids that part at `place`, and a whole run in which another expert of `layer` explains it."""
+    row = len(g["prompt_ids"]) - 1 + place
+    logits = np.asarray(g["logits_f64"]).copy()
+    ids = np.asarray(g["greedy_ids"]).copy()
+    ids[place] = np.argsort(logits[row])[-2]
+    logits[row, ids[place]] = logits[row].max() + 1
+    names = [k.split(".")[1] for k in g if k.endswith("router_idx")]
+    record = {f"{n}.ids": np.asarray(g[f"seq.{n}.router_idx"], np.float64).copy() for n in names}
+    chosen = record[f"{layer}.ids"]
+    chosen[row, 0] = next(i for i in range(6) if i not in chosen[row])
+    return ids, (logits, record), row
+
+
+def test_a_wrong_bf16_id_within_the_recorded_reach_fails(golden_dir):
+    """Mutants at every place: only an id within the noise of the best one may be right."""
+    g = open_folder(golden_dir / "model_tiny3").tensors
+    margins, noise = np.asarray(g["greedy_top2_margin_f64"]), logit_noise(g)
+    assert noise == pytest.approx(0.0642, abs=1e-4)
+    assert (margins < 1.0).sum() > 15  # the margin alone let so many pass
+    second, any_id = [], []
+    for place in range(32):
+        ids, _, _ = other_choice(g, place)
+        second.append(judged(g, ids).passed)
+        ids[place] = (g["greedy_ids"][place] + 1) % 256
+        any_id.append(judged(g, ids).passed)
+    assert second == (margins <= 3 * 2**0.5 * noise).tolist() and sum(second) == 7
+    assert not any(any_id)
+    assert judged(g, np.asarray(g["greedy_ids"])).passed
+
+
+def test_a_bf16_run_that_stops_early_fails(golden_dir):
+    g = open_folder(golden_dir / "model_tiny3").tensors
+    verdict = judged(g, np.asarray(g["greedy_ids"])[:9])
+    assert verdict.status == "failed" and "nothing recorded explains" in verdict.note
+
+
+def test_another_expert_explains_another_id_only_on_a_near_tie(golden_dir):
+    g = dict(open_folder(golden_dir / "model_tiny3").tensors)
+    margins = np.asarray(g["greedy_top2_margin_f64"])
+    place = int(np.flatnonzero((margins > 0.5) & (margins < 1.0))[0])
+    ids, whole, row = other_choice(g, place)
+    gaps = np.asarray(g["seq.layer03.router_gap"]).copy()
+    g["seq.layer03.router_gap"] = gaps
+    gaps[row] = 1e-2
+    verdict = judged(g, ids, whole)
+    assert verdict.passed and "another expert in layer03" in verdict.note
+    gaps[row] = 3e-2
+    assert not judged(g, ids, whole).passed
+    gaps[row] = 1e-2
+    # the whole sequence in one step chooses the recorded id, or no expert differs
+    assert not judged(g, ids, (np.asarray(g["logits_f64"]), whole[1])).passed
+    same = {f"{k[4:11]}.ids": g[k] for k in g if k.endswith("router_idx")}
+    assert not judged(g, ids, (whole[0], same)).passed
+    # experts parted in an earlier layer already, where it was no near-tie
+    earlier = other_choice(g, place, "layer01")[1][1]["layer01.ids"]
+    g["seq.layer01.router_gap"] = np.full_like(gaps, 0.1)
+    assert not judged(g, ids, (whole[0], whole[1] | {"layer01.ids": earlier})).passed
+    # a margin above 1.0 is not explained by anything
+    far = int(np.flatnonzero(margins > 1.0)[0])
+    ids, whole, row = other_choice(g, far)
+    gaps[row] = 1e-3
+    assert not judged(g, ids, whole).passed
+
+
+def test_float32_and_unrecorded_bf16_are_judged_by_the_margin(golden_dir):
+    g = dict(open_folder(golden_dir / "model_tiny3").tensors)
+    place = int(np.argmin(g["greedy_top2_margin_f64"]))
+    ids = other_choice(g, place)[0]
+    assert explanation(g, {"equal_prefix": 3}, lambda: None) == ""  # type: ignore[arg-type, return-value]
+    del g["bf16_greedy_ids"]
+    assert judged(g, ids).metrics["margin"] == pytest.approx(0.0707, abs=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("folder", "limit"), [("model_tiny3", 0.2), ("model_tiny16", 0.54), ("model_realdims", 0.18)]
+)
+def test_bf16_streams_are_held_against_what_the_folder_recorded(golden_dir, folder, limit):
+    made = open_folder(golden_dir / folder)
+    found = stream_limit(made, "bfloat16")
+    assert found.limit == pytest.approx(limit) and found.metric == "rms"
+    assert stream_limit(made, "float32") == tolerance("stream", "float32")
+
+
+@pytest.mark.parametrize("stat", [None, True, "0.1", -0.1, 0, 0.4, float("nan"), float("inf")])
+def test_no_recorded_number_loosens_the_limit_of_streams(golden_dir, stat):
+    made = open_folder(golden_dir / "model_tiny3")
+    made.meta["stats"] = {STREAM_STAT: stat}
+    assert stream_limit(made, "bfloat16") == tolerance("stream", "bfloat16")
+
+
+def test_a_bf16_stream_beyond_twice_the_recorded_distance_fails(golden_dir):
+    """rms 0.3 passed under the limit of the deepest model."""
+    folder = open_folder(golden_dir / "model_tiny3")
+    name = "seq.layer03.prefix_sum_out"
+    noise = np.random.default_rng(0).normal(0, 0.3, folder.tensors[name].shape)
+    folder.tensors[name] = (folder.tensors[name] + noise).astype(np.float32)
+    found = list(check_model(folder, (("bfloat16", "V"),), ("whole",)))
+    bad = {(v.where.case, v.quantity) for v in found if v.status == "failed"}
+    assert ("whole layer03", "prefix_sum_out") in bad
+    assert all("layer03" in case or "layer04" in case for case, _ in bad)

@@ -1,8 +1,10 @@
 """Who may import whom, and that importing a package does nothing."""
 
 import ast
+import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -70,6 +72,18 @@ def test_import_table(file):
             assert top in ALLOWED[package], f"{name}: {package} may not import {top}"
         if package == "bench" and top == "parity":
             assert name.split(".")[1] in SHARED, f"{name}: bench may take {sorted(SHARED)} only"
+
+
+def test_every_import_is_declared():
+    """What the packages import is a dependency or an extra, not one that something else brings."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"].values()
+    wanted = [*project["dependencies"], *(line for extra in extras for line in extra)]
+    declared = {re.split(r"[^\w.-]", line)[0].lower().replace("_", "-") for line in wanted}
+    names = {"_pytest": "pytest", "orbax": "orbax-checkpoint"}  # orbax: a namespace of several
+    tops = {name.split(".")[0] for file in FILES for name in imports(file)}
+    found = {names.get(t, t) for t in tops - sys.stdlib_module_names - {*OURS}}
+    assert not sorted(t for t in found if t.lower().replace("_", "-") not in declared)
 
 
 def run_python(code):

@@ -143,7 +143,7 @@ def test_experts(n, width):
 
 def test_layer_beyond_two_to_the_31():
     """The index of the last layer's last expert exceeds 2^31 elements (u32 and bytes)."""
-    width, z, e, layers = 192, 3584, 896, 12
+    width, z, e, layers = 192, 3584, 896, 14
     per13, per2 = mxfp4.tile_lines(z) * 32 * 6, mxfp4.tile_lines(width) * 32 * 56
     assert layers * e * per13 > 2**31
     one = [

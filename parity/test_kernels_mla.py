@@ -45,6 +45,20 @@ def test_step(lengths, tokens, heads, dtype, scale, page, tuning, more):
 
 
 @needs_interpreter
+def test_page_size_changes_nothing():
+    case = mla_inputs.make([150, 0, 40], 1, 3, BF16, sizes=(128, 64, 64))
+
+    def run(case):
+        step = jax.jit(mla_inputs.kernels(case, interpret=True, tuning=Tuning(2, 8)))
+        return step(case.arrays, case.cache, 1)[0]
+
+    want = run(case)
+    assert bool(jnp.isfinite(want).all()) and float(jnp.abs(want).max()) > 0.1
+    for page in (16, 128):
+        assert bool((run(mla_inputs.repaged(case, page)) == want).all()), page
+
+
+@needs_interpreter
 @pytest.mark.parametrize(("dtype", "scale"), [(BF16, None), (FP8, 4.0)])
 def test_each_kernel_against_its_reference(dtype, scale):
     case = mla_inputs.make([200, 0, 70], 2, 3, dtype, scale, sizes=(128, 64, 64), page=16)

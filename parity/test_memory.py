@@ -209,9 +209,10 @@ def test_table_has_every_part_and_its_total(k3):
 
 
 def test_limit_of_copied_experts_is_that_of_the_step():
-    from jax_impl.ops.experts import GATHER_PAIRS
+    from jax_impl.ops.experts import DECODE_PAIRS, GATHER_PAIRS
 
     assert step_memory.GATHER_PAIRS == GATHER_PAIRS
+    assert step_memory.DECODE_PAIRS == DECODE_PAIRS
 
 
 def test_room_is_asked_for_weights_and_cache():

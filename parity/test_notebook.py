@@ -171,6 +171,18 @@ def test_drawn_drafts_and_forced_acceptance(session, first):
         k3.verify(session, first.state, drawn)
 
 
+def test_filters_restrict_every_kind_of_pass(session, first):
+    best = {"temperature": 9.0, "top_k": 1, "seed": 7}
+    plain = k3.step(session, first.state)
+    assert k3.step(session, first.state, **best).new == plain.new
+    found = k3.verify(session, first.state, [*plain.new, 1], **best).new
+    assert found[:1] == plain.new and found[1] == k3.step(session, plain.state).new[0]
+    three = set(np.argsort(-plain.logits[-1])[:3].tolist())
+    hot = {"temperature": 50.0, "top_k": 3}
+    wide = {k3.step(session, first.state, **hot, seed=s).new[0] for s in range(9)}
+    assert wide <= three and len(wide) > 1
+
+
 def test_a_replaced_stage_serves_every_pass_of_its_session_and_no_other(session, first):
     other = k3.replace_stages(session, kda=slow_decay)
     changed = k3.prefill(other, PROMPT)
@@ -265,7 +277,9 @@ def test_wrong_calls_say_what_to_do(session, first):
         ),
         (lambda: k3.prefill(session, [1] * 65), "room for 64; make one with `tokens=`"),
         (lambda: k3.step(plain, state), "the state has other caches"),
-        (lambda: k3.step(session, state, temperature=-1), "expected 0 .greedy. or above"),
+        (lambda: k3.step(session, state, temperature=-1), "expected 0 .greedy. or a finite"),
+        (lambda: k3.prefill(session, [5], top_p=2, min_p=-1), r"top_p 2[\s\S]*min_p -1: expected"),
+        (lambda: k3.step(session, state, top_k=2), "top_k 2: expected temperature above 0"),
         (lambda: k3.verify(session, k3.new_state(session), [1]), "the anchor; prefill first"),
         (lambda: k3.replace_stages(session, kdaa=slow_decay), "kdaa: no such stage; there are"),
         (lambda: k3.replace_stages(session, kda_step=slow_decay), "made of kda and kda_commit"),

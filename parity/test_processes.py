@@ -12,12 +12,14 @@ import sys
 import time
 from pathlib import Path
 
+import jax
 import pytest
 
+from jax_impl import processes
 from jax_impl.checkpoint import Checkpoint
 from jax_impl.make_tiny import make_checkpoint
 from jax_impl.processes import ProcessError, Processes, ProcessOptions, find_processes
-from jax_impl.watch_hub import Lines, WireError, encode, greeting, read_status
+from jax_impl.watch_hub import Hub, Lines, WireError, encode, greeting, read_status
 from jax_impl.watch_view import Limits, Peer, Status, View
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -238,14 +240,41 @@ def test_one_process_stays_behind(four):
         assert "step 4: waiting for tokens, for " in four.err(i)
 
 
-def test_interrupting_one_process_ends_all(four):
-    four.start("plain").until_step(SETTLED)
-    four.launchers[1].send_signal(signal.SIGINT)
-    assert four.end() == {0: 3, 1: 130, 2: 3, 3: 3}
+def ends_all(four, number):
+    """One launcher gets the signal, and all end."""
+    four.launchers[1].send_signal(number)
+    assert four.end() == {0: 3, 1: 128 + number, 2: 3, 3: 3}
     for i in range(4):
         assert "process 1 of 4 (ranks 4-7, host " in four.err(i)
-        assert "was ended: interrupted by SIGINT" in four.err(i)
+        assert f"was ended: interrupted by {number.name}" in four.err(i)
     four.no_worker_is_left()
+
+
+def test_interrupting_one_process_ends_all(four, hears_sigint):
+    ends_all(four.start("plain").until_step(SETTLED), signal.SIGINT)
+
+
+@pytest.mark.slow
+def test_in_the_background_of_a_script_sigterm_ends_all(four, hears_sigint):
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # what such a shell does; handed on to programs
+    four.start("plain").until_step(SETTLED)
+    for launcher in four.launchers.values():
+        launcher.send_signal(signal.SIGINT)
+    four.until_step(four.step(1) + SETTLED)  # goes on
+    ends_all(four, signal.SIGTERM)
+
+
+def test_an_interrupt_before_the_processes_have_met_is_told_to_them(four, hears_sigint):
+    four.start("plain", (1,)).until_step(1)
+    four.launchers[1].send_signal(signal.SIGINT)
+    time.sleep(0.5)  # it knows by now, and process 0 is not there yet
+    met = View(4, Limits(100.0, 45.0))
+    hub = Hub(("127.0.0.1", four.port + 1), met)
+    hub.start()
+    assert four.end() == {1: 130}
+    hub.join(CONTRACT)
+    assert met.peers[1].status.system == "interrupted by SIGINT"
+    assert "process 1 of 4 (host " in four.err(1) and "interrupted by SIGINT" in four.err(1)
 
 
 def test_strangers_at_the_port_do_no_harm_and_bad_results_are_no_accident(four):
@@ -356,6 +385,21 @@ def test_slurm_and_options_together():
         find_processes(ProcessOptions(), SLURM | {"SLURM_PROCID": "x"})
     with pytest.raises(ProcessError, match=r"SLURM_STEP_NODELIST: found '\['"):
         find_processes(ProcessOptions(), SLURM | {"SLURM_STEP_NODELIST": "["})
+
+
+def test_the_limit_for_joining_ends_with_it(monkeypatch):
+    """Reading or making a checkpoint comes next and may take long without a word."""
+    ours, theirs = os.pipe()
+    monkeypatch.setattr(processes._State, "reporter", processes._Reporter(theirs))
+    monkeypatch.setattr(processes, "_exchange_once", lambda: None)
+    monkeypatch.setattr(jax.config, "update", lambda *_: None)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **_: None)
+    processes.join(Processes("localhost:1", 1, 0))
+    joining, joined = Lines().feed(os.read(ours, 1 << 16))
+    assert (joining["doing"], joining["allow"]) == ("joining the other processes", 120.0)
+    assert (joined["doing"], joined["allow"], joined["step"]) == ("joined", 0.0, None)
+    for end in (ours, theirs):
+        os.close(end)
 
 
 def view(*statuses, **limits):

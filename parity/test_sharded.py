@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from parity.sharded import FULL, MATRIX, PRESET, Setting
+from parity.sharded import FULL, MATRIX, PRESET, SEVERAL_TOKENS, Setting
 from parity.test_processes import free_port
 
 ROOT = Path(__file__).parents[1]
@@ -34,11 +34,19 @@ def run(code: str, devices: int = 16, timeout: float = 1500) -> str:
 CHECK = """
 from parity import sharded
 from parity.sharded import Setting
-bad = [v for v in sharded.check_sharded({settings!r}) if not v.passed]
-for v in bad:
-    print(v)
-assert not bad
+found = list(sharded.check_sharded({settings!r}, {layers}))
+for v in found:
+    print(v.where.case, v.quantity) if v.passed else print(v)
+assert found and all(v.passed for v in found)
 """
+
+
+def check(subject, settings, devices=16, layers=None, timeout=1500):
+    """All comparisons pass; what was compared, as (setting, quantity)."""
+    code = CHECK.format(settings={subject: settings}, layers=layers)
+    lines = run(code, devices, timeout).splitlines()
+    return {(s.name, line[len(s.name) + 1 :]) for s in settings for line in lines
+            if line.startswith(f"{s.name} ")}  # fmt: skip
 
 
 SHORT = (Setting(16, True, 1, True), Setting(8, False, 1, False, "ep"))
@@ -46,7 +54,28 @@ SHORT = (Setting(16, True, 1, True), Setting(8, False, 1, False, "ep"))
 
 @pytest.mark.parametrize("setting", SHORT, ids=lambda s: s.name)
 def test_logits_tokens_and_replicas(setting):
-    run(CHECK.format(settings={PRESET: (setting,)}))
+    found = {quantity for _, quantity in check(PRESET, (setting,))}
+    assert found >= {"logits", "step tokens", "replicas bit-equal"}
+    assert ("emitted ids" in found) == setting.verify
+
+
+def test_two_and_four_ranks():
+    """Three layers are one of each kind."""
+    few = tuple(Setting(tp, False, 1, False) for tp in (2, 4))
+    found = check(PRESET, few, devices=4, layers=3)
+    quantities = ("logits", "step tokens", "replicas bit-equal")
+    assert found == {(s.name, q) for s in few for q in quantities}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("tp", [2, 4])
+def test_two_and_four_ranks_in_every_other_way(tp):
+    """Also the loop: tokens and accepted counts are those of one rank."""
+    chosen = (Setting(tp, False, 1, True), Setting(tp, True, 8, True, "ep", 4))
+    found = check(PRESET, chosen, devices=tp, timeout=3000)
+    looped = ("emitted ids", "tokens per step", "state and latent rows bit-equal")
+    assert found >= {(s.name, q) for s in chosen for q in ("logits", "step tokens", *looped)}
 
 
 @pytest.mark.slow
@@ -56,7 +85,8 @@ def test_logits_tokens_and_replicas(setting):
 def test_whole_matrix(subject, batch):
     chosen = tuple(s for s in FULL[subject] if s.batch == batch)
     assert chosen
-    run(CHECK.format(settings={subject: chosen}), timeout=3000)
+    found = check(subject, chosen, timeout=3000)
+    assert {s for s, q in found if q == "step tokens"} == {s.name for s in chosen}
 
 
 def in_four_processes(tmp_path, case, timeout, ranks=16):
@@ -90,7 +120,7 @@ def in_four_processes(tmp_path, case, timeout, ranks=16):
 def test_four_processes(tmp_path):
     case = f"{PRESET} TP16 dcp x1 batch 8 verify"
     quantities = {v["quantity"] for v in in_four_processes(tmp_path, case, 900)}
-    assert quantities == {"logits", "replicas bit-equal"}
+    assert quantities == {"logits", "step tokens", "replicas bit-equal"}
 
 
 @pytest.mark.slow
@@ -98,8 +128,11 @@ def test_four_processes(tmp_path):
 @pytest.mark.parametrize("tp", [8, 16])
 def test_whole_matrix_in_four_processes(tmp_path, tp):
     found = in_four_processes(tmp_path, f"{PRESET} TP{tp}", 3000, tp)
-    assert len({v["case"] for v in found}) >= 8
-    assert {v["quantity"] for v in found} >= {"emitted ids", "tokens per step"}
+    cases = {v["case"] for v in found}
+    assert len(cases) >= 8
+    assert {v["case"] for v in found if v["quantity"] == "step tokens"} == cases
+    looped = {v["case"] for v in found if v["quantity"] == "emitted ids"}
+    assert looped == {s.name for s in SEVERAL_TOKENS if s.tp == tp}
 
 
 def test_the_matrix_covers_every_choice():
@@ -109,6 +142,7 @@ def test_the_matrix_covers_every_choice():
         "experts": {"tp", "ep"}, "interleave": {1, 4},
     }.items():  # fmt: skip
         assert {getattr(s, field) for s in MATRIX} == values
+    assert set(SEVERAL_TOKENS) <= {s for s in MATRIX if s.verify}
 
 
 @pytest.mark.parametrize("dcp", [1, 16])

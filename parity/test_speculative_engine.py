@@ -16,9 +16,10 @@ from jax_impl.checkpoint import Checkpoint
 from jax_impl.cli import GenerateOptions
 from jax_impl.config import ConfigError, RunConfig
 from jax_impl.draft_weights import open_draft
-from jax_impl.engine import LIMIT, STOP, Engine, EngineError
+from jax_impl.engine import Engine, EngineError
 from jax_impl.loader import load_draft
 from jax_impl.make_tiny import make_checkpoint
+from jax_impl.sequences import LIMIT, STOP
 from jax_impl.sharding import ONE_DEVICE
 from jax_impl.speculative_engine import SpeculativeEngine, build_waiting_prefill, build_waiting_step
 from parity.driver import load

@@ -69,13 +69,24 @@ CASES = {
         lambda e: e.add(["a"]), EngineError, "['a']", "0..383", "this model's tokenizer"
     ),
     "temperature": Case(
-        lambda e: e.add([5], temperature=-1), EngineError, "-1", "0 (greedy)", "change it"
+        lambda e: e.add([5], temperature=-1), EngineError, "-1", "0 (greedy)", "Change these"
+    ),
+    "filters": Case(
+        lambda e: e.add([5], temperature=1, top_k=-1, top_p=0, min_p=2), EngineError,
+        "top_k -1: expected 0 (off)", "top_p 0: expected more than 0", "Change these",
+    ),
+    "filters at temperature 0": Case(
+        lambda e: e.add([5], top_k=3), EngineError, "top_k 3", "temperature above 0", "Change these"
+    ),
+    "filters of an engine without": Case(
+        lambda e: e.add([5], temperature=1, min_p=0.1), EngineError,
+        "min_p: expected none", "this engine was made without", "make it with filters=True",
     ),
     "seed": Case(
-        lambda e: e.add([5], seed=-1), EngineError, "seed -1", "expected 0..4294967295", "choose"
+        lambda e: e.add([5], seed=-1), EngineError, "seed -1", "expected 0..4294967295", "Change"
     ),
     "limit": Case(
-        lambda e: e.add([5], limit=0), EngineError, "limit 0", "at least 1 token", "give more"
+        lambda e: e.add([5], limit=0), EngineError, "limit 0", "at least 1 token", "Change these"
     ),
     "slots": Case(_no_slot, EngineError, "all 2 slots", "a free one", "raise slots"),
     "context beyond the cache": Case(
@@ -203,3 +214,19 @@ def test_a_long_list_of_ids_is_no_file_name(tmp_path):
     file = tmp_path / "1,2"  # a name that looks like a list
     file.write_text("7 8")
     assert parse_ids(str(file)) == [7, 8]
+
+
+@pytest.mark.parametrize("text", ["1_0,2", "1,,2", ",1", "1,", "1,٣", "٣,4", "²", "1,+5", "0x10"])
+def test_what_is_no_plain_number_is_no_token_id(text, tmp_path):
+    file = tmp_path / "ids"
+    file.write_text(text)
+    for given in (text, str(file)):
+        with pytest.raises(ValueError, match=r"found .*expected (whole numbers|an existing file)"):
+            parse_ids(given)
+
+
+def test_commas_and_blanks_may_stand_between_ids(tmp_path):
+    assert parse_ids("1, 2 ,3 4\n") == [1, 2, 3, 4] == parse_ids(" 1\t2\n3  4")
+    (tmp_path / "empty").write_text(" \n")
+    with pytest.raises(ValueError, match="non-empty"):
+        parse_ids(str(tmp_path / "empty"))

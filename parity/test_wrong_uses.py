@@ -9,6 +9,7 @@ from parity import __main__ as parity_command
 from parity.wrong_uses import Wrong, lacking, make_workspace, plain, problems
 
 GEN = "generate tiny/target --prompt-ids 5"
+DRAFT = f"{GEN} --draft tiny/draft --drafts 3"
 PRINTED = "For full helptext"
 FETCH, HELP = "Fetch the named files again", "k3 generate --help` has all options"
 WRONG = "--url http://127.0.0.1:9 --model m"
@@ -79,18 +80,43 @@ K3 = (
     Wrong(f"{GEN} --steps 0 --chunk 0 --seed -1 --page-size 0", "page_size: found 0",
           "--seed -1: expected 0..4294967295", HELP),
     Wrong(f"{GEN} --temperature nan", "temperature nan", "expected 0 (greedy)", HELP),
+    Wrong(f"{GEN} --temperature 1 --top-k -1 --top-p 0 --min-p nan", "--top-k -1: expected 0 (off)",
+          "--min-p nan: expected 0 (off) to 1", HELP),
+    Wrong(f"{GEN} --top-p 0.9", "--top-p 0.9", "expected --temperature above 0", HELP),
     Wrong(f"{GEN} --kv-dtype float8_e4m3fn", "kv_scale: found None", "positive scale", HELP),
     Wrong(f"{GEN} --tp 2 --dcp 2 --profile H", "found 2 with", "expected profile 'V'", HELP),
     Wrong(f"{GEN} --drafts 3 --accept block", "--accept block", "only with --draft", HELP),
-    Wrong(f"{GEN} --draft tiny/draft --drafts 8", "found 8", "expected 1..7", "Change these"),
-    Wrong(f"{GEN} --draft tiny/draft --accept synthetic", "found neither", "a length", "Change"),
-    Wrong(f"{GEN} --draft tiny/draft --drafts 3 --accept synthetic --accept-length 4.5",
-          "found 4.5", "expected 1..4 tokens", "K + 1"),
+    Wrong(f"{GEN} --commit snapshots --accept-rates 1", "--commit snapshots: only with --draft",
+          "--accept-rates 1: only with --draft; expected a drafter", HELP),
+    Wrong(f"{GEN} --draft tiny/draft --drafts 8", "--drafts: found 8", "expected 1..7", HELP),
+    Wrong(f"{DRAFT} --accept synthetic", "--accept 'synthetic': found neither",
+          "expected --accept-length or --accept-rates", HELP),
+    Wrong(f"{DRAFT} --accept synthetic --accept-length 2 --accept-rates 1,1,0",
+          "--accept 'synthetic': found --accept-length and --accept-rates",
+          "expected --accept-length or --accept-rates", HELP),
+    Wrong(f"{DRAFT} --accept synthetic --accept-length 4.5", "--accept-length: found 4.5",
+          "expected 1..4 tokens", HELP),
+    Wrong(f"{DRAFT} --accept synthetic --accept-rates 0.9,0.8", "--accept-rates: found (0.9, 0.8)",
+          "expected 3 numbers within 0..1, one for each draft, not rising", HELP),
+    Wrong(f"{DRAFT} --accept synthetic --accept-rates 0.5,0.6,0.1", "found (0.5, 0.6, 0.1)",
+          "not rising", HELP),
+    Wrong(f"{DRAFT} --accept synthetic --accept-rates 1,nan,0", "found 'nan' in '1,nan,0'",
+          "expected decimal numbers with commas between", HELP),
+    Wrong(f"{DRAFT} --accept block --accept-rates 1,1,0 --steps 0", "found with --accept 'block'",
+          "expected --accept 'synthetic'", HELP),
     # names
     Wrong("chek tiny", "options: chek", "check, memory, convert", f"{PRINTED}, run k3 --help"),
     Wrong("check tiny/target --checksum", "--checksum", "you meant: --checksums", PRINTED),
     Wrong("make-tiny out --preset huge", "'huge'", "Expected one of ('tiny'", PRINTED),
     Wrong("make-tiny out --seed x", "'x'", "int()", PRINTED),
+    Wrong("make-tiny out --seed -1", "seed -1", "expected 0..4294967295", "choose one of these"),
+    Wrong(f"make-tiny out --seed {2**64}", f"seed {2**64}", "expected 0..4294967295", "choose one"),
+    Wrong("generate tiny/target --prompt-ids 1_0,2", "'1_0'", "expected whole numbers",
+          "tokenized"),
+    Wrong("generate tiny/target --prompt-ids 1,,2", "found nothing", "expected whole numbers",
+          "tokenized"),
+    Wrong("check outside", "tie_word_embeddings (beside text_config): found True", "expected False",
+          "as it was released"),
     Wrong("generate tiny/target", "Missing from k3 generate", "--prompt-ids STR", PRINTED),
 )  # fmt: skip
 PARITY = (

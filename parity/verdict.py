@@ -103,12 +103,15 @@ def compare(
     note: str = "",
     extra: metrics.Metrics | None = None,
     judged_as: str | None = None,
+    limit: Tolerance | None = None,
 ) -> Verdict:
     """Distance of two arrays under the tolerance `key` for `judged_as`, by default `where.dtype`.
 
+    `limit` is one of that key that a recording makes tighter.
+
     A shape that differs is a failed verdict that names both shapes.
     """
-    limit = tolerance(key, judged_as or where.dtype)
+    limit = limit or tolerance(key, judged_as or where.dtype)
     got, want = np.asarray(got), np.asarray(want)
     if got.shape != want.shape:
         return failed(where, quantity, f"shape: found {got.shape}, expected {want.shape}", limit)

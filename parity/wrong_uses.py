@@ -175,6 +175,7 @@ _TARGETS: dict[str, Callable[[Path], None]] = {
     "other_shape": _tensors(_other_shape),
     "not_finite": _tensors(_not_finite),
     "silu": _text(hidden_act="silu"),
+    "outside": _json("config.json", lambda c: c.update(tie_word_embeddings=True)),
     "three_settings": _json("config.json", _missing),
     "other_model": _json("config.json", lambda c: c.update(model_type="llama")),
 }

@@ -8,20 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-# Keys with a single implemented value. The released file carries every one of them; a file that
-# leaves one out means the same model, so only a different value is refused.
-_FIXED = {
-    "hidden_act": "situ",
-    "mla_use_nope": True,
-    "mla_use_output_gate": True,
-    "latent_moe_use_norm": True,
-    "moe_layer_freq": 1,
-    "moe_renormalize": True,
-    "moe_router_activation_func": "sigmoid",
-    "num_nextn_predict_layers": 0,
-    "tie_word_embeddings": False,
-    "topk_method": "noaux_tc",
-}
+from torch_ref.config_keys import ANY, outer_problems, text_problems
+
 _PLAIN = (
     "vocab_size",
     "hidden_size",
@@ -46,6 +34,12 @@ _PLAIN = (
     "routed_scaling_factor",
 )
 _LINEAR_ATTN = ("num_heads", "head_dim", "short_conv_kernel_size", "gate_lower_bound")
+_LISTS = ("kda_layers", "full_attn_layers")
+_CHECKED = ("num_key_value_heads", "use_grouped_topk", "num_expert_group", "topk_group")
+_SIZES: dict[str, Any] = dict.fromkeys(_PLAIN + _CHECKED, ANY) | {
+    "linear_attn_config": dict.fromkeys(_LINEAR_ATTN + _LISTS, ANY)
+    | {"use_full_rank_gate": (True,)}
+}
 
 
 @dataclass(frozen=True)
@@ -111,19 +105,23 @@ class Config:
         """Builds the configuration from a parsed `config.json`, nested (`text_config`) or flat.
 
         Raises:
-            ValueError: keys are missing or have values that are not implemented; all are named at
-                once.
+            ValueError: keys are missing, unknown or have values that are not implemented; all are
+                named at once.
         """
         nested = "text_config" in data
         text = data["text_config"] if nested else data
-        linear = text.get("linear_attn_config") or {}
-        lists = ("kda_layers", "full_attn_layers")
+        if not isinstance(text, Mapping):
+            raise ValueError(f"config.json: text_config = {text!r}, expected an object")
+        linear = text.get("linear_attn_config")
+        linear = linear if isinstance(linear, Mapping) else {}
         missing = [k for k in _PLAIN if text.get(k) is None]
         missing += [
-            f"linear_attn_config.{k}" for k in _LINEAR_ATTN + lists if linear.get(k) is None
+            f"linear_attn_config.{k}" for k in _LINEAR_ATTN + _LISTS if linear.get(k) is None
         ]
+        problems = [f"it lacks {', '.join(missing)}"] if missing else []
+        problems += text_problems(text, _SIZES) + (outer_problems(data) if nested else [])
         if missing:
-            raise ValueError(f"config.json lacks {', '.join(missing)}")
+            raise ValueError("config.json is not supported: " + "; ".join(problems))
         grouped = bool(text.get("use_grouped_topk", True))
         config = cls(
             **{k: text[k] for k in _PLAIN},
@@ -137,13 +135,6 @@ class Config:
             topk_group=text.get("topk_group", 1) if grouped else 1,
             prefix="language_model." if nested else "",
         )
-        problems = [
-            f"{k} = {text[k]!r}, implemented is {v!r}"
-            for k, v in _FIXED.items()
-            if text.get(k, v) != v
-        ]
-        if linear.get("use_full_rank_gate", True) is not True:
-            problems.append("linear_attn_config.use_full_rank_gate must be true")
         heads = config.num_attention_heads
         if text.get("num_key_value_heads", heads) != heads:
             problems.append(f"num_key_value_heads must equal num_attention_heads = {heads}")
