@@ -110,7 +110,15 @@ def check_record(
     runs: tuple[tuple[str, str], ...] = RUNS,
     tp: int = 1,
 ) -> Iterator[Verdict]:
-    """All comparisons of a record: this code on `tp` ranks and, in float32, `torch_ref`."""
+    """All comparisons of a record: this code on `tp` ranks and, in float32, `torch_ref`.
+
+    Raises:
+        ConfigError: target or drafter cannot be cut over so many ranks, or there are fewer devices;
+            before anything is computed.
+    """
+    if tp > 1:
+        counted = any(t.accepted is not None for t in record.texts)
+        _require_ranks(target, draft if counted else None, tp)
     truths = torch_truths(target, list(record.texts), lambda t: t.distribution is not None)
     noise = measure(list({id(t): t for t in truths.values()}.values()))  # equal texts once
     longest = max(len(t.fed) for t in record.texts)
@@ -122,6 +130,17 @@ def check_record(
             own = {key: truth.logits for key, truth in truths.items()}
         yield from judge_logits(at, record, own, truths, noise)
     yield from _accepted(where, record, target, draft, runs, longest, tp)
+
+
+def _require_ranks(target: Path, draft: Path | None, tp: int) -> None:
+    from jax_impl.checkpoint import Checkpoint
+    from jax_impl.config import RunConfig
+    from jax_impl.draft_weights import open_draft
+    from jax_impl.sharding import place_ranks, require_ranks
+
+    drafter = None if draft is None else open_draft(draft).config
+    require_ranks(Checkpoint.open(target).config, RunConfig(), tp, drafter)
+    place_ranks(tp)
 
 
 def judge_logits(

@@ -19,6 +19,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+from jax_impl.config import ConfigError  # noqa: E402
 from parity.engine_rules import (  # noqa: E402
     best_tokens,
     by_router_margin,
@@ -28,7 +29,7 @@ from parity.engine_rules import (  # noqa: E402
 from parity.engine_steps import check_steps, comparable, draft_noise, steps_of  # noqa: E402
 from parity.engine_truth import Noise, Truth  # noqa: E402
 from parity.folders import open_folder  # noqa: E402
-from parity.golden_vllm import check_vllm  # noqa: E402
+from parity.golden_vllm import check_record, check_vllm  # noqa: E402
 from parity.metrics import kl_rows as full_kl  # noqa: E402
 from parity.metrics import log_softmax  # noqa: E402
 from parity.records import Distribution, Record, Text, fingerprint, write_record  # noqa: E402
@@ -303,6 +304,19 @@ def test_a_checkpoint_named_by_its_fingerprint_has_to_be_given(pair, tmp_path):
     ] * 2
     found = judged(folder, checkpoint=pair / "target", draft=pair / "draft")
     assert good(found), problems(found)
+
+
+@pytest.mark.parametrize(
+    ("tp", "words"), [(3, "3 rank.s. do not fit this model"), (2, "expected one device per rank")]
+)
+def test_ranks_that_do_not_fit_are_refused_before_anything_is_computed(
+    pair, monkeypatch, tp, words
+):
+    monkeypatch.setattr("parity.golden_vllm.torch_truths", None)
+    record, text = spoken(COUNTS, IDS)
+    assert text.accepted is not None
+    with pytest.raises(ConfigError, match=words):
+        list(check_record(WHERE, record, pair / "target", pair / "draft", tp=tp))
 
 
 @pytest.mark.slow
