@@ -32,7 +32,7 @@ from parity.speculation import (
 def test_the_loop_from_prompts_gives_the_plain_text(models, plain):
     """Unequal prompts in chunks, real drafts, inputs stay on the device; context is complete."""
     prompts, prefill, step = np.array([1, 5, 9, 2, 16, 7, 11, 3]), models.prefill(), models.step()
-    cache, done = models.cache(), np.zeros(B, int)
+    cache, done, following = models.cache(), np.zeros(B, int), None
     while (done < prompts).any():
         count = np.minimum(prompts - done, K + 1)
         tokens = np.zeros((B, K + 1), int)
@@ -44,7 +44,8 @@ def test_the_loop_from_prompts_gives_the_plain_text(models, plain):
         )
         done = done + np.maximum(count, 0)
         last = jnp.asarray((count > 0) & (done == prompts))
-        following = chunk if done.max() <= K + 1 else merged(last, chunk, following)
+        following = chunk if following is None else merged(last, chunk, following)
+    assert following is not None
     text = [[*plain.text[b, : prompts[b]], int(following.tokens[b, 0])] for b in range(B)]
     histogram = np.zeros(K + 1, int)
     for _ in range(12):
