@@ -35,7 +35,7 @@ help:
 	@echo "lint      ruff and pyright"
 	@echo "docs      the documentation, to docs/_build; warnings are errors"
 	@echo "links     whether links of the documentation to other sites still lead somewhere (network)"
-	@echo "notebooks executed notebooks, to build/notebooks; write_a_kernel needs JAX >= 0.11.2"
+	@echo "notebooks executed notebooks, to build/notebooks; write_a_kernel where a Python >= 3.12 is found"
 	@echo "test312   the JAX-only tests with the newest JAX, where a Python >= 3.12 is found"
 	@echo "test-vllm names and objects of vLLM 0.33.0, in an environment of its own (9 GB, no GPU needed)"
 	@echo "clean     remove build/, docs/_build/ and caches, not the environments"
@@ -83,13 +83,21 @@ $(VENV)/.stamp-docs: $(VENV)/.stamp
 	$(BIN)/python $(PIP_INSTALL) -c constraints/py311.txt -e '.[docs]'
 	@touch $@
 
-# Notebooks that run under this environment's JAX, executed and written with their outputs.
+# Executed and written with their outputs; the second list runs with the Python of $(VENV312).
 NOTEBOOKS ?= inside_one_step change_the_model speculation where_the_time_goes
+NOTEBOOKS312 ?= write_a_kernel
+KERNEL312 := k3-py312
+EXECUTE := JAX_PLATFORMS=cpu $(BIN)/jupytext --quiet --to ipynb --execute --run-path .
 
-notebooks: $(VENV)/.stamp-notebooks
+notebooks: $(VENV)/.stamp-notebooks venv312
 	mkdir -p build/notebooks
-	for name in $(NOTEBOOKS); do JAX_PLATFORMS=cpu $(BIN)/jupytext --quiet --to ipynb --execute \
-	  --run-path . --output build/notebooks/$$name.ipynb notebooks/$$name.py || exit 1; done
+	for name in $(NOTEBOOKS); do $(EXECUTE) \
+	  --output build/notebooks/$$name.ipynb notebooks/$$name.py || exit 1; done
+	@if [ ! -e $(VENV312)/.stamp ]; then echo "NOT RUN: $(NOTEBOOKS312), for want of a Python >= 3.12"; exit; fi; \
+	$(VENV312)/bin/python -m ipykernel install --prefix $(VENV) --name $(KERNEL312) \
+	  --display-name "Python 3.12, newer JAX" >/dev/null && \
+	for name in $(NOTEBOOKS312); do $(EXECUTE) --set-kernel $(KERNEL312) \
+	  --output build/notebooks/$$name.ipynb notebooks/$$name.py || exit 1; done
 	@echo "build/notebooks/*.ipynb"
 
 $(VENV)/.stamp-notebooks: $(VENV)/.stamp

@@ -16,7 +16,7 @@ from pathlib import Path
 from parity.wrong_uses import make_workspace
 
 ROOT = Path(__file__).parents[1]
-PROGRAM = r"(?:k3|k3-parity|k3-bench|python -m (?:parity|bench|pytest)(?:\.\w+)?)"
+PROGRAM = r"(?:k3|k3-parity|k3-bench|python -m (?:parity|bench|pytest)(?:\.\w+)?|python notebooks/\w+\.py)"
 _SHELL = re.compile(r"^```sh\n(.*?)^```", re.S | re.M)
 _FENCE = re.compile(r"^```.*?^```", re.S | re.M)
 _HEREDOC = re.compile(r"<<'(\w+)'\n.*?^\1$", re.S | re.M)
@@ -39,6 +39,7 @@ SLICE = "--preset tiny --tp 1 --rows 1,8 --layers 4,8 --steps 2 --repeats 4 --no
 # (what the line holds, what stands in, why), applied in this order
 STAND_INS = (
     (r"^\.venv/bin/", "", "the Python of this test"),
+    (r"^MPLBACKEND=Agg ", "", "set for every line of this test"),
     (r"^XLA_FLAGS=\S+ ", "", "set for every line of this test"),
     (r"^srun( --\S+)+ ", "", HOSTS),
     (r" --coordinator \S+ --num-processes 4 --process-id I", "", HOSTS),
@@ -87,7 +88,11 @@ NOT_RUN = (
     (r"python -m parity\.kernel_aot.*", "needs the extra `aot`: parity/test_kernels_aot.py"),
     (r"python -m bench\.loader_ranks", "writes 12 GB: parity/test_prepared.py counts its reads"),
     (r"pip install .*", "changes the environment; .ci/run installs"),
-    (r"MPLBACKEND=Agg \S+ notebooks/\w+\.py", "parity/test_notebooks.py runs every notebook"),
+    (
+        r".*\.venv312/bin/python notebooks/\w+\.py",
+        "parity/test_notebooks.py runs it, under that JAX",
+    ),
+    (r"\.venv/bin/jupyter lab", "a server that stays; `make notebooks` runs what it opens"),
 )
 # quick enough for every run of the tests, in one process
 QUICK = re.compile(
@@ -156,7 +161,7 @@ def fresh(folder: Path) -> None:
 def make_place(folder: Path, results: Path) -> None:
     """What the lines refer to: this repository's folders, small checkpoints, results of `bench`."""
     make_workspace(folder)
-    for name in ("parity", "bench", "torch_ref"):
+    for name in ("parity", "bench", "torch_ref", "notebooks"):
         (folder / name).symlink_to(ROOT / name)
     fresh(folder)
     (folder / "prompts.txt").write_text("5 17 101 9 44 12 300 3\n1 4 9 16 25 36 49 64 81 100\n")

@@ -97,7 +97,9 @@ class Shell:
         self.folder, self.behind = folder, []
         flags = "--xla_force_host_platform_device_count=2"
         path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-        self.env = os.environ | {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": path}
+        self.env = os.environ | {
+            "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags, "PYTHONPATH": path, "MPLBACKEND": "Agg",
+        }  # fmt: skip
 
     def command(self, line: str) -> list[str]:
         for script, module in (("k3-parity", "parity"), ("k3-bench", "bench"), ("k3", "jax_impl")):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import pytest
+from packaging.requirements import Requirement
 
 from jax_impl.acceptance_config import Acceptance
 from jax_impl.backend import BackendUnavailableError, choose_backend
@@ -19,8 +22,11 @@ from jax_impl.make_tiny import make_checkpoint
 from jax_impl.memory import DoesNotFitError, MemorySettings, require_room
 from jax_impl.processes import ProcessError, ProcessOptions, find_processes
 from jax_impl.sharding import place_ranks, require_ranks
+from pallas_kernels import common
 from parity.wrong_uses import Wrong, lacking
 
+ROOT = Path(__file__).parents[1]
+PYTHON = {"python_version": "3.12", "python_full_version": "3.12.1"}
 RUN = RunConfig(slots=2, pages=3, page_size=4)
 CONFIG = {"text_config": {}, "model_type": "llama"}
 
@@ -206,6 +212,21 @@ def test_versions_of_jax(version, words, monkeypatch):
     message = str(raised.value)
     assert f"JAX {jax.__version__} found, kernels need" in message and words in message
     assert "Use decode_backend 'auto'" in message
+
+
+def test_the_extra_cuda_brings_a_jax_that_kernels_take():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    found = [Requirement(r) for r in extras["optional-dependencies"]["cuda"]]
+    (wanted,) = (r for r in found if r.marker is None or r.marker.evaluate(PYTHON))
+    for version, taken in (((0, 11, 1), False), (common.MINIMUM_JAX, True), ((0, 12, 0), False)):
+        assert wanted.specifier.contains(".".join(map(str, version))) == taken
+    assert not wanted.specifier.contains(".".join(map(str, common.REFUSED_JAX)))
+
+
+def test_pages_say_which_jax_kernels_need():
+    for page in ("README.md", "docs/measure.md", "docs/load_released.md"):
+        assert "JAX >= 0.11.2 and < 0.12" in " ".join((ROOT / page).read_text().split()), page
+    assert (common.MINIMUM_JAX, common.REFUSED_JAX) == ((0, 11, 2), (0, 12)), "the pages differ"
 
 
 def test_a_long_list_of_ids_is_no_file_name(tmp_path):
