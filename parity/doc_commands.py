@@ -16,7 +16,10 @@ from pathlib import Path
 from parity.wrong_uses import make_workspace
 
 ROOT = Path(__file__).parents[1]
-PROGRAM = r"(?:k3|k3-parity|k3-bench|python -m (?:parity|bench|pytest)(?:\.\w+)?|python notebooks/\w+\.py)"
+PROGRAM = (
+    r"(?:k3|k3-parity|k3-bench|python -m (?:parity|bench|pytest)(?:\.\w+)?|"
+    r"python notebooks/\w+\.py)"
+)
 _SHELL = re.compile(r"^```sh\n(.*?)^```", re.S | re.M)
 _FENCE = re.compile(r"^```.*?^```", re.S | re.M)
 _HEREDOC = re.compile(r"<<'(\w+)'\n.*?^\1$", re.S | re.M)
@@ -90,13 +93,13 @@ NOT_RUN = (
     (r"pip install .*", "changes the environment; .ci/run installs"),
     (
         r".*\.venv312/bin/python notebooks/\w+\.py",
-        "parity/test_notebooks.py runs it, under that JAX",
+        "parity/test_notebooks.py runs it there",
     ),
     (r"\.venv/bin/jupyter lab", "a server that stays; `make notebooks` runs what it opens"),
 )
 # quick enough for every run of the tests, in one process
 QUICK = re.compile(
-    r"k3 (check|memory|make-tiny|convert) .*|k3\S* .*--(help|tyro-print-completion).*|"
+    r"k3 (check|memory|make-tiny|convert) .*|k3\S* .*--(help|version|tyro-print-completion).*|"
     r"python -m (parity|bench) \S+ --help|python -m bench (roofline|compare|plot|ops --list).*"
 )
 
