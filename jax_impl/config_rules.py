@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import reprlib
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -223,6 +223,32 @@ def _mla_layers(flat: Mapping[str, Any], problems: list[str]) -> tuple[int, ...]
         )
         return ()
     return tuple(sorted(i - 1 for i in full))
+
+
+def change_problems(c: ModelConfig, changes: Mapping[str, Any]) -> list[str]:
+    """Why there is no model with these values in place of some of `c`'s; the names are its own."""
+    problems: list[str] = []
+    for field in fields(c):
+        if field.name not in changes:
+            continue
+        value = changes[field.name]
+        if field.type in ("int", "float"):
+            number(changes, field.name, str(field.type), problems)
+        elif field.type == "str" and not isinstance(value, str):
+            problems.append(f"{field.name}: found {_short(value)}, expected a text")
+    layers = changes.get("num_hidden_layers", c.num_hidden_layers)
+    mla = changes.get("mla_layers", c.mla_layers)
+    if type(layers) is int:
+        whole = isinstance(mla, tuple) and all(type(i) is int and 0 <= i < layers for i in mla)
+        if not whole or list(mla) != sorted(set(mla)):
+            problems.append(
+                f"mla_layers: found {_short(mla)}, expected a rising tuple of layers "
+                f"0..{layers - 1}, which count from 0"
+            )
+    if problems:
+        return problems
+    changed = replace(c, **changes)
+    return inconsistencies(changed, {"num_key_value_heads": changed.num_attention_heads})
 
 
 def inconsistencies(c: ModelConfig, flat: Mapping[str, Any]) -> list[str]:

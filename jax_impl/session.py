@@ -28,22 +28,27 @@ from numpy.typing import NDArray
 from jax_impl.backend import AUTO, STAGES, Backend, Stage
 from jax_impl.cache import Cache, StepInputs
 from jax_impl.checkpoint import Checkpoint
-from jax_impl.config import ModelConfig, RunConfig
+from jax_impl.config import ConfigError, ModelConfig, RunConfig
+from jax_impl.config_rules import change_problems
 from jax_impl.draft_config import DraftConfig
 from jax_impl.draft_weights import DraftWeights, open_draft
 from jax_impl.loader import load_draft, load_weights
 from jax_impl.make_tiny import make_checkpoint
 from jax_impl.params import Kda, Weights, abstract_weights
+from jax_impl.problems import listed
+from jax_impl.session_checks import (
+    Checked,
+    SessionError,
+    require_kind,
+    require_path,
+    require_whole,
+)
 from jax_impl.stages import standard
 from jax_impl.static import Static
 
 Floats = NDArray[np.float32]
 Stages = Mapping[str, NDArray[Any]]
 PAGE = 16  # tokens per page of the latent cache
-
-
-class SessionError(ValueError):
-    """A call that cannot be done; says what was found, what was expected and what to do."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,10 +139,12 @@ def load(
     Raises:
         ConfigError, CheckpointError: a folder is no usable checkpoint, or they do not fit together.
         DoesNotFitError: weights and cache exceed the device's memory.
-        SessionError: no room was asked for.
+        SessionError: no room was asked for, or an argument is of another type.
     """
-    if tokens < 1:
-        raise SessionError(f"tokens {tokens}: expected room for at least 1")
+    require_path("path", path)
+    if draft is not None:
+        require_path("draft", draft)
+    require_whole("tokens", tokens, 1, "room for ")
     pages = -(-tokens // PAGE)
     run = RunConfig(compute=compute, profile=profile, slots=1, pages=pages, page_size=PAGE)
     checkpoint = Checkpoint.open(path)
@@ -175,9 +182,11 @@ def make_tiny(
     Raises:
         ValueError: no such preset, or overrides that give no model.
     """
+    require_path("where", where)
     name = f"{preset}-seed{seed}"
     if overrides:
-        text = json.dumps(overrides, sort_keys=True)
+        require_kind("overrides", overrides, dict, "give {field of text_config: value}")
+        text = json.dumps(overrides, sort_keys=True, default=str)
         name += "-" + hashlib.sha256(text.encode()).hexdigest()[:12]
     folder = Path(where) / name
     if not folder.exists():
@@ -190,8 +199,9 @@ def replace_stages(session: Session, **stages: Stage) -> Session:
     """A session in which some stages are other functions; the given one stays as it was.
 
     A function takes the arguments of the one it replaces (`jax_impl.stages.standard`) and returns
-    values of the same shapes and dtypes. `kda_step`, which runs in prefill and plain decoding, is
-    always made of `kda` and `kda_commit`, so that one replacement serves every kind of pass.
+    values of the same shapes and dtypes, which the first pass checks. `kda_step`, which runs in
+    prefill and plain decoding, is always made of `kda` and `kda_commit`, so that one replacement
+    serves every kind of pass.
 
     Raises:
         SessionError: names that are no stages, or functions that do not take those arguments.
@@ -207,7 +217,8 @@ def replace_stages(session: Session, **stages: Stage) -> Session:
             problems.append(f"{name}: expected a function that takes {expected}")
     if problems:
         raise SessionError("stages not replaced:" + "".join(f"\n  - {p}" for p in problems))
-    backend = session.backend._replace(**stages)
+    checked = {name: Checked(name, function) for name, function in stages.items()}
+    backend = session.backend._replace(**checked)
     if {"kda", "kda_commit"} & set(stages):
         backend = backend._replace(kda_step=StepOf(backend.kda, backend.kda_commit))
     return replace(session, backend=backend)
@@ -217,11 +228,15 @@ def replace_config(session: Session, **changes: Any) -> Session:
     """A session with other fields of `ModelConfig`, on the same weights.
 
     Raises:
+        ConfigError: values that no model can have; lists all.
         SessionError: unknown fields, or a model whose weights would have other shapes.
     """
+    require_kind("session", session, Session, "make one with `load` or `make_tiny`")
     known = {f.name for f in fields(ModelConfig)}
     if unknown := sorted(set(changes) - known):
         raise SessionError(f"{', '.join(unknown)}: no field of ModelConfig; {sorted(known)}")
+    if problems := change_problems(session.config, changes):
+        raise ConfigError(listed("config not replaced", problems, "Change these values."))
     config = replace(session.config, **changes)
     expected = shapes_of(abstract_weights(config))
     found = shapes_of(session.weights)

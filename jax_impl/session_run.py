@@ -26,6 +26,7 @@ from jax_impl.params import Weights
 from jax_impl.sampling import Filters
 from jax_impl.sampling_config import Sampling
 from jax_impl.session import Drafts, Floats, Pass, Session, SessionError, Stages, State, shapes_of
+from jax_impl.session_checks import require_kind, require_whole, token_ids
 from jax_impl.speculate import verify as verify_step
 from jax_impl.static import DraftStatic, Static
 from jax_impl.step import conclude
@@ -36,6 +37,7 @@ Record = dict[str, jax.Array]
 
 def new_state(session: Session) -> State:
     """The state before the first token."""
+    require_kind("session", session, Session, "make one with `load` or `make_tiny`")
     config = None if session.draft is None else session.draft[0]
     return State((), 0, make_cache(session.config, session.run, draft=config))
 
@@ -107,10 +109,14 @@ def feed(
         seed: of the draw, which depends on (seed, position) alone.
 
     Raises:
-        SessionError: nothing to process, ids outside the vocabulary, no room, a state of another
-            session, or draws that are out of range.
+        SessionError: nothing to process, ids that are no whole numbers of the vocabulary, no room,
+            an argument of another type, a state whose caches
+            have other shapes or dtypes, or draws that are out of range. A state of a session with
+            equal shapes is taken: that is how one state goes on under replaced stages. Whether
+            it was computed with the same weights is not looked at.
     """
-    known = (*state.ids, *(int(i) for i in ids))
+    _require(session, state)
+    known = (*state.ids, *token_ids(ids))
     sampling = Sampling(temperature, top_k, top_p, min_p, seed)
     inputs = _inputs(session, state, known[state.position :], sampling)
     settings, weights = _parts(session)
@@ -141,6 +147,7 @@ def draft(
         SessionError: no drafter, no anchor, or no room for the block.
         ConfigError: K out of range.
     """
+    _require(session, state)
     if session.draft is None:
         raise SessionError("this session has no drafter; give `draft` to `load`")
     Acceptance().require(drafts)
@@ -180,7 +187,8 @@ def verify(
         SessionError: no anchor, no room, ids outside the vocabulary, or draft logits missing.
         ConfigError: a method that does not fit the number of drafts.
     """
-    given = drafts if isinstance(drafts, Drafts) else Drafts(tuple(int(i) for i in drafts))
+    _require(session, state)
+    given = drafts if isinstance(drafts, Drafts) else Drafts(token_ids(drafts, "drafts"))
     method.require(len(given.tokens))
     if (method.drafting == "probabilistic") != (given.logits is not None):
         raise SessionError(
@@ -201,8 +209,7 @@ def verify(
 
 def greedy(session: Session, prompt: Sequence[int], steps: int) -> tuple[int, ...]:
     """The `steps` tokens that plain greedy decoding puts behind a prompt."""
-    if steps < 1:
-        raise SessionError(f"steps {steps}: expected at least 1")
+    require_whole("steps", steps, 1)
     state = prefill(session, prompt).state
     for _ in range(steps - 1):
         state = step(session, state).state
@@ -216,6 +223,11 @@ def _parts(session: Session) -> tuple[Settings, tuple[Weights, DraftWeights | No
         return (static, None, session.backend), (session.weights, None)
     config, weights = session.draft
     return (static, DraftStatic(config, session.run), session.backend), (session.weights, weights)
+
+
+def _require(session: Session, state: State) -> None:
+    require_kind("session", session, Session, "make one with `load` or `make_tiny`")
+    require_kind("state", state, State, "a Pass has one as `.state`, `new_state` makes one")
 
 
 def _anchor(state: State) -> int:

@@ -162,6 +162,7 @@ def text_config(sizes: TargetSizes, overrides: dict[str, Any] | None = None) -> 
     What follows from an overridden field follows: the lists of layer kinds from the depth, the
     number of key-value heads from the number of heads, unless they are overridden themselves.
     """
+    _require_kinds(sizes, overrides or {})
     over = dict(overrides or {})
     linear_over = dict(over.pop("linear_attn_config", {}))
     layers = over.get("num_hidden_layers", sizes.layers)
@@ -191,6 +192,40 @@ def text_config(sizes: TargetSizes, overrides: dict[str, Any] | None = None) -> 
     if problems:
         raise ValueError("cannot make this checkpoint: " + "; ".join(problems))
     return config
+
+
+def _require_kinds(sizes: TargetSizes, overrides: Any) -> None:
+    """Refuse overrides that are no mapping, or values of another type than the field's.
+
+    Raises:
+        ValueError: listing all.
+    """
+    if not overrides:
+        return
+    if not isinstance(overrides, dict):
+        found = type(overrides).__name__
+        raise ValueError(f"overrides: found {found}, expected a dict of fields; give one")
+    usual = text_config(sizes)
+    linear = overrides.get("linear_attn_config", {})
+    problems = _other_kinds(usual, overrides)
+    if isinstance(linear, dict):
+        problems += _other_kinds(usual["linear_attn_config"], linear)
+    if problems:
+        raise ValueError("cannot make this checkpoint: " + "; ".join(problems) + "; change these")
+
+
+def _other_kinds(usual: dict[str, Any], overrides: dict[str, Any]) -> list[str]:
+    words = {int: "a whole number", float: "a number", bool: "True or False", str: "a text"}
+    words |= {list: "a list", dict: "a dict"}
+    problems = []
+    for name, value in overrides.items():
+        kind = type(usual.get(name))
+        same = type(value) is kind or (kind is float and type(value) is int)
+        if kind in words and not same:
+            problems.append(f"{name}: found {value!r:.60}, expected {words[kind]}")
+        elif kind is int and usual[name] > 0 and value < 1 and not name.endswith("_token_id"):
+            problems.append(f"{name}: found {value}, expected at least 1")
+    return problems
 
 
 def release_config(text: dict[str, Any]) -> dict[str, Any]:

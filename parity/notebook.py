@@ -38,6 +38,7 @@ from jax_impl.session import (
     replace_run,
     replace_stages,
 )
+from jax_impl.session_checks import require_kind, require_whole, token_ids
 from jax_impl.session_run import draft, feed, greedy, new_state, prefill, step, verify
 from jax_impl.session_view import depth_mixtures, kda_state, latent_rows
 from parity import metrics
@@ -142,19 +143,22 @@ def torch_prefill(
 
     Raises:
         SessionError: the folder is a prepared checkpoint, which `torch_ref` does not read.
-        ValueError: no tokens, or ids outside the vocabulary.
+            Also no tokens, or ids that are no whole numbers of the vocabulary.
     """
     from parity.pair import reference
 
-    logits, streams = reference(_model(session, dtype, profile), np.asarray(ids, np.int64))
-    return Reference(tuple(int(i) for i in ids), logits, streams)
+    known = _known(session, ids)
+    logits, streams = reference(_model(session, dtype, profile), np.asarray(known, np.int64))
+    return Reference(known, logits, streams)
 
 
 def torch_greedy(session: Session, prompt: Sequence[int], steps: int) -> tuple[int, ...]:
     """What `torch_ref` puts behind a prompt, in the session's dtype and profile; as `greedy`."""
     from torch_ref.model import greedy as decode
 
-    found, _ = decode(_model(session, None, None), list(prompt), steps)
+    require_whole("steps", steps, 1)
+    known = _known(session, prompt)
+    found, _ = decode(_model(session, None, None), list(known), steps)
     return tuple(int(i) for i in found)
 
 
@@ -170,8 +174,11 @@ def compare(session: Session, ids: Sequence[int], *, prompt: int = 1) -> Compari
         prompt: how many of them were given; the choices behind them are judged.
 
     Raises:
-        SessionError: no room for the tokens, or a folder that `torch_ref` does not read.
+        SessionError: no room for the tokens, ids that are no whole numbers of the vocabulary, or a
+            folder that `torch_ref` does not read.
     """
+    ids = _known(session, ids)
+    require_whole("prompt", prompt, 1)
     from parity.driver import PAGE, ROWS, SLOTS, Driver
     from parity.layerwise import Built, build_layer
     from parity.pair import AGAINST, check_layers, check_logits, reference
@@ -225,6 +232,20 @@ def drift(found: Pass, reference: Reference) -> dict[str, float]:
             apart[layer] = metrics.distance(own, want)["rel_l2"]
     apart["logits"] = metrics.distance(found.logits, reference.logits)["rel_l2"]
     return apart
+
+
+def _known(session: Session, ids: Sequence[int]) -> tuple[int, ...]:
+    """Tokens of one sequence that the session's model knows."""
+    require_kind("session", session, Session, "make one with `load` or `make_tiny`")
+    known, last = token_ids(ids), session.config.vocab_size - 1
+    if not known:
+        raise SessionError("ids: found none, expected at least one token; give some")
+    if outside := [i for i in known if not 0 <= i <= last]:
+        raise SessionError(
+            f"ids: found {outside[:5]}, expected ids of the vocabulary 0..{last}; use this "
+            "model's tokenizer"
+        )
+    return known
 
 
 def _model(session: Session, dtype: str | None, profile: str | None) -> Model:

@@ -290,12 +290,80 @@ def test_wrong_calls_say_what_to_do(session, first):
         (lambda: k3.load(session.path, tokens=0), "tokens 0"),
         (lambda: k3.compare(session, PROMPT, prompt=0), "prompt 0"),
         (lambda: k3.greedy(session, PROMPT, 0), "steps 0"),
+        # arguments of another type
+        (lambda: k3.load(7), "path: found int, expected a folder"),
+        (lambda: k3.load(session.path, draft=7), "draft: found int, expected a folder"),
+        (lambda: k3.load(session.path, tokens=2.5), "tokens 2.5: expected room for a whole number"),
+        (lambda: k3.prefill(session, "5,17"), "ids: found '5,17', expected a list of whole"),
+        (lambda: k3.prefill(session, [5, 1.5]), r"found \[1.5\], expected a list of whole numbers"),
+        (lambda: k3.prefill(session, 5), "ids: found 5, expected a list"),
+        (lambda: k3.prefill("tiny", [5]), "session: found str, expected Session; make one with"),
+        (lambda: k3.step(session, first), "state: found Pass, expected State; a Pass has one as"),
+        (lambda: k3.verify(session, state, [1.0]), r"drafts: found \[1.0\], expected a list"),
+        (lambda: k3.compare(session, [5.0, 6]), r"found \[5.0\], expected a list of whole numbers"),
+        (lambda: k3.compare(session, PROMPT, prompt="1"), "prompt '1': expected a whole number"),
+        (lambda: k3.torch_greedy(session, PROMPT, 2.0), "steps 2.0: expected a whole number"),
+        (lambda: k3.torch_greedy(session, [vocabulary], 1), "expected ids of the vocabulary"),
+        (lambda: k3.torch_prefill(session, []), "expected at least one token"),
+        (lambda: k3.make_tiny("x", overrides=[1]), "overrides: found list, expected dict"),
     ]
     for call, message in wrong:
         with pytest.raises(k3.SessionError, match=message):
             call()
     with pytest.raises(ConfigError, match=r"expected 1\.\.7"):
         k3.draft(session, state, 9)
+
+
+@pytest.mark.parametrize(
+    ("changes", "found"),
+    [
+        ({"rms_norm_eps": -1.0, "attn_res_block_size": 0}, "size: found 0, expected a positive"),
+        ({"num_experts_per_token": 999}, "num_experts_per_token 999 > experts"),
+        ({"attn_res_block_size": 2.5}, "expected a number .int, below 2.31., found 2.5"),
+        ({"gate_lower_bound": "low"}, "gate_lower_bound: expected a number .float"),
+        ({"mla_layers": (3, 99)}, r"mla_layers: found \(3, 99\), expected a rising tuple"),
+        ({"weights_prefix": 3}, "weights_prefix: found 3, expected a text"),
+    ],
+)
+def test_values_that_no_model_has_are_refused(session, changes, found):
+    with pytest.raises(
+        ConfigError, match=rf"config not replaced:[\s\S]*{found}[\s\S]*Change these"
+    ):
+        k3.replace_config(session, **changes)
+
+
+@pytest.mark.parametrize(
+    ("outputs", "found"),
+    [
+        (lambda y: y[:, :-1], r"float32\[\d+, \d+, \d+\]|float32\[\d+, \d+\]"),
+        (lambda y: y.astype("bfloat16"), "found outputs bfloat16"),
+        (lambda y: (y, y), r"found outputs \("),
+    ],
+    ids=["shape", "dtype", "structure"],
+)
+def test_a_stage_with_other_outputs_is_named(session, outputs, found):
+    other = k3.replace_stages(session, dense=lambda *a: outputs(standard.dense(*a)))
+    with pytest.raises(k3.SessionError, match=found) as raised:
+        k3.prefill(other, PROMPT)
+    text = str(raised.value)
+    assert text.startswith("stage dense: found outputs") and "expected float32[" in text
+    assert "replace_stages(dense=...)" in text
+
+
+@pytest.mark.parametrize(
+    ("overrides", "found"),
+    [
+        ({"num_hidden_layers": "4"}, "num_hidden_layers: found '4', expected a whole number"),
+        ({"hidden_size": 64.0}, "hidden_size: found 64.0, expected a whole number"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers: found 0, expected at least 1"),
+        ({"linear_attn_config": 3}, "linear_attn_config: found 3, expected a dict"),
+        ({"linear_attn_config": {"num_heads": None}}, "num_heads: found None, expected a whole"),
+    ],
+)
+def test_overrides_of_another_type_are_refused(overrides, found, tmp_path):
+    with pytest.raises(ValueError, match=rf"cannot make this checkpoint: {found}.*change these"):
+        k3.make_tiny(tmp_path, overrides=overrides)
+    assert not list(tmp_path.iterdir())
 
 
 def test_stable_names_are_the_documented_ones():

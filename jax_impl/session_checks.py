@@ -1,0 +1,102 @@
+"""What notebooks give to a session: kinds of arguments, token ids, outputs of replaced stages."""
+
+# pyright: reportUnknownMemberType=false
+# JAX types some of its own functions in part.
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import jax
+import numpy as np
+
+from jax_impl.stages import standard
+
+
+class SessionError(ValueError):
+    """A call that cannot be done; says what was found, what was expected and what to do."""
+
+
+def token_ids(ids: object, what: str = "ids") -> tuple[int, ...]:
+    """Token ids as Python numbers.
+
+    Raises:
+        SessionError: something that is no sequence of whole numbers; 1.5 is not cut to 1.
+    """
+    do = "expected a list of whole numbers such as [5, 17]; a text must be tokenized first"
+    if isinstance(ids, str | bytes) or not hasattr(ids, "__iter__"):
+        raise SessionError(f"{what}: found {ids!r:.60}, {do}")
+    given = list(cast("Any", ids))
+    if wrong := [x for x in given if not is_whole(x)]:
+        raise SessionError(f"{what}: found {wrong[:5]!r}, {do}")
+    return tuple(int(x) for x in given)
+
+
+def is_whole(value: object) -> bool:
+    """Whether a value is a whole number by type: no float, no bool."""
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def require_whole(name: str, value: object, least: int, why: str = "") -> None:
+    """Refuse anything but a whole number of at least `least`.
+
+    Raises:
+        SessionError: something else.
+    """
+    if not is_whole(value) or cast("int", value) < least:
+        raise SessionError(f"{name} {value!r}: expected {why}a whole number, at least {least}")
+
+
+def require_kind(name: str, value: object, kind: type, hint: str = "") -> None:
+    """Refuse an argument of another type.
+
+    Raises:
+        SessionError: it is one.
+    """
+    if not isinstance(value, kind):
+        raise SessionError(
+            f"{name}: found {type(value).__name__}, expected {kind.__name__}; {hint or 'give one'}"
+        )
+
+
+def require_path(name: str, value: object) -> None:
+    """Refuse what names no folder.
+
+    Raises:
+        SessionError: neither text nor a path.
+    """
+    if not isinstance(value, str | Path):
+        found = type(value).__name__
+        raise SessionError(f"{name}: found {found}, expected a folder; give its name or a Path")
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A replaced stage whose outputs are held against those of the standard one, while tracing."""
+
+    name: str
+    stage: Callable[..., Any]
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        """The outputs of the stage.
+
+        Raises:
+            SessionError: other shapes, dtypes or structure than the standard stage's.
+        """
+        found = self.stage(*arguments, **named)
+        usual = getattr(standard, self.name)
+        expected = jax.eval_shape(lambda: usual(*arguments, **named))
+        if (gave := _form(found)) != (wanted := _form(expected)):
+            raise SessionError(
+                f"stage {self.name}: found outputs {gave}, expected {wanted} as of the standard "
+                f"stage; return these from the function given to replace_stages({self.name}=...)"
+            )
+        return found
+
+
+def _form(tree: Any) -> str:
+    """Structure, shapes and dtypes of a stage's outputs, to print and to compare."""
+    shown = jax.tree.map(lambda x: f"{np.result_type(x)}{list(np.shape(x))}", tree)
+    return str(shown).replace("'", "")
