@@ -18,7 +18,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from jax_impl.config import ConfigError, ModelConfig, read_config
-from jax_impl.problems import listed
+from jax_impl.problems import listed, unreadable_files
 from jax_impl.weights import (
     BYTES,
     AnyConfig,
@@ -112,6 +112,8 @@ class Checkpoint:
                 f"{path}: not a directory. Expected a checkpoint directory with config.json, "
                 f"{INDEX} and its shards."
             )
+        if problem := unreadable_files(path):
+            raise CheckpointError(problem)
         converted = prepared.is_prepared(path)
         if converted:
             stored, unread, problems = prepared.read_headers(path)

@@ -21,7 +21,7 @@ from jax_impl.config_rules import (
     outer_refusals,
     refusals,
 )
-from jax_impl.problems import listed
+from jax_impl.problems import listed, refused_by_system
 
 __all__ = ["GROUP", "ConfigError", "ModelConfig", "RunConfig"]
 
@@ -46,7 +46,9 @@ def read_config(path: str | Path, what: str) -> tuple[Any, Path]:
             f"{file}: not found. Expected the config.json of {what}; give the directory that "
             "holds it" + (f" (found one in: {below})." if below else ".")
         ) from None
-    except (OSError, ValueError, RecursionError) as error:  # ValueError: also undecodable text
+    except OSError as error:
+        raise ConfigError(refused_by_system(error)) from None
+    except (ValueError, RecursionError) as error:  # ValueError: also undecodable text
         raise ConfigError(
             f"{file}: not readable as JSON: {error}. Expected the config.json of {what}; fetch the "
             "file again."

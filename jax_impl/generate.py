@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 
-from jax_impl.acceptance_config import Acceptance, parse_rates
 from jax_impl.backend import Backend, choose_backend
 from jax_impl.checkpoint import Checkpoint
-from jax_impl.config import ConfigError, ModelConfig, RunConfig
+from jax_impl.config import ConfigError, RunConfig
 from jax_impl.engine import Engine, describe_device
-from jax_impl.ids import parse_ids
+from jax_impl.generate_checks import require, sampling_of
 from jax_impl.loader import load_weights, placed_bytes
 from jax_impl.params import Weights
-from jax_impl.problems import listed, option, problems_of
 from jax_impl.processes import COMPILING, report
 from jax_impl.progress import activity, byte_bar, count_bar
-from jax_impl.sampling_config import Sampling
 from jax_impl.sequences import LIMIT, STOP
-from jax_impl.sharding import ONE_DEVICE, Placement, place_ranks, require_ranks
+from jax_impl.sharding import ONE_DEVICE, Placement, place_ranks
 
 if TYPE_CHECKING:
     from jax_impl.cli import GenerateOptions
@@ -35,15 +32,14 @@ def run_generate(path: Path, prompt: str, options: GenerateOptions) -> dict[str,
         ConfigError, CheckpointError, ValueError: input that cannot be run; before anything is
             loaded where that can be told.
     """
-    checkpoint, ids = Checkpoint.open(path), _ids(prompt)
-    run = _settings(checkpoint.config, ids, options)
-    require_ranks(checkpoint.config, run, options.tp)
+    asked = require(path, prompt, options)
+    checkpoint, ids, run = asked.checkpoint, asked.ids, asked.run
     backend = choose_backend(run, checkpoint.config, options.tp)
     placement = place_ranks(options.tp, run)
-    if options.draft is not None:
+    if asked.draft is not None:
         from jax_impl.generate_draft import speculative
 
-        found = speculative(checkpoint, run, backend, ids, options, placement)
+        found = speculative(checkpoint, asked.draft, run, backend, ids, options, placement)
     else:
         found = _plain(checkpoint, run, backend, ids, options, placement)
     conditions = {
@@ -63,104 +59,6 @@ def run_generate(path: Path, prompt: str, options: GenerateOptions) -> dict[str,
         "excluded": "loading, prefill and the first decode step (compilation)",
     }
     return {"prompt_ids": ids} | found | {"conditions": conditions | found.get("conditions", {})}
-
-
-def _ids(prompt: str) -> list[int]:
-    try:
-        return parse_ids(prompt)
-    except ValueError as error:
-        raise ValueError(f"--prompt-ids: {error}") from None
-
-
-def _settings(config: ModelConfig, ids: list[int], options: GenerateOptions) -> RunConfig:
-    """Run settings with just enough pages; refuses what the model cannot do, all at once."""
-    # a last verification may write a whole block behind the tokens that are kept
-    spare = 0 if options.draft is None else options.drafts + 1
-    length = len(ids) + options.steps + spare
-    outside = [i for i in ids if i >= config.vocab_size]
-    problems = [
-        f"--{name} {getattr(options, name)}: expected at least 1"
-        for name in ("steps", "chunk")
-        if getattr(options, name) < 1
-    ]
-    if length > config.max_position_embeddings:
-        problems.append(
-            f"{len(ids)} prompt tokens and {options.steps} steps: {length} tokens (drafts "
-            f"included), but the model limit is {config.max_position_embeddings}; ask for fewer"
-        )
-    if outside:
-        problems.append(
-            f"--prompt-ids: {outside[:5]} outside 0..{config.vocab_size - 1}; expected ids of this "
-            "model's tokenizer"
-        )
-    problems += sampling_of(options).problems(option)
-    without = options.draft is None
-    problems += _speculation_without_draft(options) if without else _speculation(options)
-    run = None
-    try:
-        run = _run_config(options)
-    except ConfigError as error:
-        problems += problems_of(error)
-    if problems or run is None:
-        do = "Change these; `k3 generate --help` has all options."
-        raise ConfigError(listed("not started", problems, do))
-    return replace(run, pages=run.pages_for(length))
-
-
-def sampling_of(options: GenerateOptions) -> Sampling:
-    """How the options draw."""
-    return Sampling(options.temperature, options.top_k, options.top_p, options.min_p, options.seed)
-
-
-def _run_config(options: GenerateOptions) -> RunConfig:
-    return RunConfig(
-        profile=options.profile,
-        compute=options.compute,
-        kv_dtype=options.kv_dtype,
-        kv_scale=options.kv_scale,
-        slots=1,
-        pages=1,
-        page_size=options.page_size,
-        decode_backend=options.backend,
-        experts=options.experts,
-        dcp=options.dcp,
-        dcp_interleave=options.dcp_interleave,
-        commit=options.commit,
-    )
-
-
-def acceptance_of(options: GenerateOptions) -> Acceptance:
-    """How the options judge drafts.
-
-    Raises:
-        ValueError: rates that are no numbers.
-    """
-    rates = None if options.accept_rates is None else parse_rates(options.accept_rates)
-    return Acceptance(options.accept, options.drafting, options.accept_length, rates)
-
-
-def _called(name: str) -> str:
-    """The option of a setting of `Acceptance`."""
-    other = {"rule": "accept", "length": "accept_length", "rates": "accept_rates"}
-    return option(other.get(name, name))
-
-
-def _speculation(options: GenerateOptions) -> list[str]:
-    try:
-        return acceptance_of(options).problems(options.drafts, _called)
-    except ValueError as error:
-        found = f"--accept-rates: {error}"
-    return [found, *Acceptance(drafting=options.drafting).problems(options.drafts, _called)]
-
-
-def _speculation_without_draft(options: GenerateOptions) -> list[str]:
-    """Options that would be ignored: a plain run must not pass for a speculative one."""
-    usual = type(options)()
-    return [
-        f"{option(name)} {getattr(options, name)}: only with --draft; expected a drafter"
-        for name in ("drafts", "accept", "accept_length", "accept_rates", "drafting", "commit")
-        if getattr(options, name) != getattr(usual, name)
-    ]
 
 
 def _plain(
@@ -232,6 +130,7 @@ def drive(engine: Engine, ids: list[int], options: GenerateOptions) -> Driven:
             started = time.perf_counter()
             if engine.decode([handle]):
                 times.append(time.perf_counter() - started)
+        progress(sequence.generated, sequence.generated)  # an early end is an end
     if sequence.failed is not None or sequence.finished is None:
         raise not_finite(str(sequence.failed), sequence.generated)
     words = {STOP: "eos", LIMIT: "steps"}

@@ -9,18 +9,13 @@ import numpy as np
 from jax_impl.acceptance_config import SYNTHETIC_LABEL, Acceptance
 from jax_impl.backend import Backend
 from jax_impl.checkpoint import Checkpoint
-from jax_impl.config import ConfigError, RunConfig
+from jax_impl.config import RunConfig
+from jax_impl.draft_config import DraftConfig
 from jax_impl.draft_memory import draft_token_bytes, draft_weight_bytes
-from jax_impl.draft_weights import open_draft
-from jax_impl.generate import (
-    Driven,
-    acceptance_of,
-    drive,
-    load_with_progress,
-    sampling_of,
-)
+from jax_impl.generate import Driven, drive, load_with_progress
+from jax_impl.generate_checks import acceptance_of, sampling_of
 from jax_impl.loader import load_draft
-from jax_impl.sharding import Placement, require_ranks
+from jax_impl.sharding import Placement
 from jax_impl.speculative_engine import SpeculativeEngine
 
 if TYPE_CHECKING:
@@ -29,31 +24,16 @@ if TYPE_CHECKING:
 
 def speculative(
     checkpoint: Checkpoint,
+    draft: Checkpoint,
     run: RunConfig,
     backend: Backend,
     ids: list[int],
     options: GenerateOptions,
     placement: Placement,
 ) -> dict[str, Any]:
-    """Generate with a drafter. A forced run (rule `synthetic`) returns no text.
-
-    Raises:
-        ConfigError: drafter, rule, drafts or ranks do not fit, or the text is too long for the
-            drafter; before weights load.
-        CheckpointError: the draft checkpoint is damaged.
-    """
-    method = acceptance_of(options)
-    method.require(options.drafts)
-    draft_checkpoint = open_draft(options.draft)
-    config = draft_checkpoint.config
-    config.require_target(checkpoint.config)
-    require_ranks(checkpoint.config, run, placement.ranks.size, config)
-    length = len(ids) + options.steps + options.drafts + 1
-    if length > config.max_position_embeddings:
-        raise ConfigError(
-            f"{len(ids)} prompt tokens and {options.steps} steps: {length} tokens (drafts "
-            f"included), but the drafter's limit is {config.max_position_embeddings}; ask for fewer"
-        )
+    """Generate with a drafter, all of it checked. A forced run (rule `synthetic`) has no text."""
+    method, config = acceptance_of(options), draft.config
+    assert isinstance(config, DraftConfig)  # `generate_checks` opened it as one
     cached = run.pages * run.page_tokens * draft_token_bytes(config, run.kv_cache_dtype)
     more = draft_weight_bytes(config, placement.ranks.size) + cached
     engine = SpeculativeEngine(
@@ -61,7 +41,7 @@ def speculative(
         run,
         load_with_progress(checkpoint, run, placement, more),
         config,
-        load_draft(draft_checkpoint, placement=placement),
+        load_draft(draft, placement=placement),
         method,
         options.drafts,
         backend,

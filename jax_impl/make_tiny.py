@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from safetensors.numpy import save_file
 
+from jax_impl.problems import checkpoint_around
 from jax_impl.tiny_presets import (
     PRESETS,
     DraftSizes,
@@ -313,8 +314,8 @@ def make_checkpoint(
         ValueError: `seed` is not in 0..2^32-1, or the preset, the overrides or the place do not do.
         FileExistsError: there is something at `directory`.
     """
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"seed {seed}: expected 0..{2**32 - 1}; choose one of these")
+    if type(seed) is not int or not 0 <= seed < 2**32:
+        raise ValueError(f"seed {seed!r}: expected 0..{2**32 - 1}; choose one of these")
     directory = Path(directory)
     if directory.exists() and not (directory.is_dir() and not any(directory.iterdir())):
         what = "a directory that is not empty" if directory.is_dir() else "a file"
@@ -322,16 +323,22 @@ def make_checkpoint(
             f"{directory} is {what}; expected an absent or empty directory; "
             "remove it or choose another place"
         )
+    if (around := checkpoint_around(directory)) is not None:
+        raise ValueError(
+            f"{directory}: found inside {around}, which is input; expected a place outside of "
+            "checkpoints and recordings; choose another place"
+        )
     made = plan(preset, shards=shards, overrides=overrides)
     parent = directory.absolute().parent
     try:
         parent.mkdir(parents=True, exist_ok=True)
+        place = tempfile.TemporaryDirectory(prefix=f".{directory.name}.partial-", dir=parent)
     except OSError as error:
         raise ValueError(
             f"{directory}: found {parent}, where no directory can be made ({error.strerror}); "
             "expected a place for one; choose another"
         ) from None
-    with tempfile.TemporaryDirectory(prefix=f".{directory.name}.partial-", dir=parent) as scratch:
+    with place as scratch:
         new = Path(scratch) / "new"
         _write_target(new / "target", made, seed)
         _write_shard(new / "draft" / "model.safetensors", made.draft, seed)

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jax_impl import memory as estimates
+from jax_impl.checkpoint import is_draft
 from jax_impl.config import ConfigError, ModelConfig
 from jax_impl.draft_config import MAX_DRAFTS
 from jax_impl.problems import listed
@@ -23,8 +24,7 @@ def run_memory(
         ConfigError: options, model or drafter that cannot be estimated; says why.
         DoesNotFitError: more than `device_gb`.
     """
-    _require(options)
-    config = ModelConfig.load(checkpoint)
+    config = _require(checkpoint, options)
     settings = estimates.MemorySettings(
         ranks=options.tp,
         batch=options.batch,
@@ -55,7 +55,38 @@ def run_memory(
     return result, _table(found.rows(), result.get("commit_forms", {}))
 
 
-def _require(o: MemoryOptions) -> None:
+def _require(checkpoint: Path, o: MemoryOptions) -> ModelConfig:
+    """The model, if it and the options can be estimated; refuses everything at once."""
+    problems, config, drafter = [], None, None
+    try:
+        config = ModelConfig.load(checkpoint)
+    except ConfigError as error:
+        problems.append(str(error))
+    try:
+        if o.draft is not None:
+            from jax_impl.draft_memory import draft_config
+
+            drafter = draft_config(o.draft)
+            if config is not None:
+                drafter.require_target(config)
+    except ConfigError as error:
+        problems.append(f"--draft: {error}")
+    if config is None and drafter is None and o.draft is not None and is_draft(checkpoint):
+        problems.append(
+            f"found a drafter in {checkpoint} and none in --draft {o.draft}, expected the target "
+            "first and its drafter in --draft; exchange the two"
+        )
+    wrong = _option_problems(o, config)
+    if len(problems) == 1 and config is None and not wrong:
+        raise ConfigError(problems[0])
+    problems += wrong
+    if problems or config is None:
+        do = "Change these; `k3 memory --help` has all options."
+        raise ConfigError(listed("memory", problems, do))
+    return config
+
+
+def _option_problems(o: MemoryOptions, config: ModelConfig | None) -> list[str]:
     problems = [
         f"--{name} {getattr(o, name)}: expected at least 1"
         for name in ("tp", "batch", "context")
@@ -67,9 +98,12 @@ def _require(o: MemoryOptions) -> None:
         problems.append(f"--dcp {o.dcp}: expected 1 or the number of ranks, {o.tp}")
     if o.device_gb is not None and not 0 < o.device_gb < float("inf"):
         problems.append(f"--device-gb {o.device_gb}: expected more than 0, in 1e9 bytes")
-    if problems:
-        do = "Change these; `k3 memory --help` has all options."
-        raise ConfigError(listed("memory", problems, do))
+    if config is not None and o.context > (most := config.max_position_embeddings):
+        problems.append(
+            f"--context: found {o.context:,}, the model allows at most {most:,} tokens; expected "
+            "no more; ask for fewer"
+        )
+    return problems
 
 
 def _table(

@@ -10,14 +10,17 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
+from jax_impl.problems import checkpoint_around, is_model_config, refused_by_system
 from jax_impl.progress import be_quiet
 
-BAD_INPUT, INTERRUPTED = 2, 130  # exit statuses; 0 is success, 1 a result that is bad
+# exit statuses; 0 is success, 1 a result that is bad
+BAD_INPUT, INTERRUPTED, CLOSED_PIPE = 2, 130, 141
 
 
 @dataclass(frozen=True)
@@ -62,18 +65,90 @@ Out = Annotated[Output, tyro.conf.arg(name="")]  # the type of the option in a c
 
 
 def called(module: str) -> str:
-    """How a command line of `module` was called: by its script, or as a module."""
-    script = Path(sys.argv[0]).name
-    return script if script == f"k3-{module}" else f"python -m {module}"
+    """How a command line of `module` was called: by its script, or as a module.
+
+    A completion is always the script's: a shell completes one word, not `python -m`.
+    """
+    script = f"k3-{module}"
+    completion = sys.argv[1:2] and sys.argv[1].startswith(("--tyro-print-", "--tyro-write-"))
+    return script if completion or Path(sys.argv[0]).name == script else f"python -m {module}"
 
 
-def run_command(program: str, command: Callable[[], int]) -> int:
-    """Run a command; its exit status, `BAD_INPUT` or `INTERRUPTED`, with one message."""
+def run_command(
+    program: str,
+    command: Callable[[], int],
+    arguments: Sequence[str] | None = None,
+    names: Iterable[str] = (),
+) -> int:
+    """Run a command; its exit status, `BAD_INPUT`, `INTERRUPTED` or `CLOSED_PIPE`.
+
+    Args:
+        program: its name in messages.
+        command: parses the command line and does the work.
+        arguments: of the command line; None: of this process.
+        names: the subcommands, one of which is proposed in place of an unknown one.
+    """
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given == ["--version"]:
+        print(version_line(program))
+        return 0
+    try:
+        try:
+            return _run(program, command)
+        except SystemExit as stop:
+            if stop.code == BAD_INPUT and given:
+                _propose(program, given[0], list(names))
+            raise
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        # whoever read has enough; nothing more may be written when Python ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLOSED_PIPE
+
+
+def _nobody_reads() -> bool:
+    """Whether it is standard output that broke, and not a connection of the work."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return True
+    return False
+
+
+def version_line(program: str) -> str:
+    """Name and version of a program, and what decides whether kernels run: JAX and Python."""
+    from importlib import metadata
+    from platform import python_version
+
+    def installed(name: str) -> str:
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            return "not installed"
+
+    names = f"JAX {installed('jax')}, Python {python_version()}"
+    return f"{program} {installed('kimi-k3-jax')} ({names})"
+
+
+def _propose(program: str, given: str, names: list[str]) -> None:
+    """The command that was meant, if one is alike."""
+    if given.startswith("-") or given in names:
+        return
+    if close := get_close_matches(given, names, 1, 0.5):
+        print(f"{program}: found no command {given!r}; did you mean {close[0]}?", file=sys.stderr)
+
+
+def _run(program: str, command: Callable[[], int]) -> int:
+    """The status of a command, with one message where it was refused or interrupted."""
     started = time.monotonic()
     try:
         return command()
     except (ValueError, OSError) as error:  # every error for the user is one of the two
-        print(f"{program}: {error}", file=sys.stderr)
+        if isinstance(error, BrokenPipeError) and _nobody_reads():
+            raise
+        said = refused_by_system(error) if isinstance(error, OSError) else str(error)
+        print(f"{program}: {said}", file=sys.stderr)
         return BAD_INPUT
     except KeyboardInterrupt:
         print(f"{program}: interrupted after {time.monotonic() - started:.0f} s", file=sys.stderr)
@@ -103,6 +178,11 @@ def unwritable(option: str, target: str | Path | None) -> list[str]:
     other = "choose another place"
     if file.is_dir():
         return [f"{option}: {file} is a directory, expected the name of a file; {other}"]
+    around, config = checkpoint_around(file), is_model_config(file)
+    if around is not None or config:
+        what = f"inside {around}, which is input" if around else "the configuration of a model"
+        expected = "expected a place outside of checkpoints and recordings"
+        return [f"{option}: found {file}, {what}; {expected}; {other}"]
     if not parent.is_dir():
         return [f"{option}: {parent} is a file, expected a directory; {other}"]
     try:

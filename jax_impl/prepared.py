@@ -38,6 +38,7 @@ from jax_impl.checkpoint import (
     is_plain_name,
     raise_problems,
 )
+from jax_impl.problems import refused_by_system
 from jax_impl.weights import BYTES, AnyConfig, Part, WeightArray, layer_prefix, layers_of
 
 FORMAT = "k3-prepared/1"
@@ -162,6 +163,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     try:
         parsed = json.loads(file.read_bytes())
         found = parsed["format"]
+    except OSError as error:
+        raise CheckpointError(refused_by_system(error)) from None
     except _DAMAGED as error:
         raise CheckpointError(
             f"{path}: {MANIFEST} cannot be read: {error!r}. {_repair(path)}"
@@ -250,6 +253,8 @@ def array_problem(item: Path, array: StoredArray) -> str | None:
         size = data.stat().st_size
     except FileNotFoundError as error:
         return f"{array.key}: {Path(error.filename).name} is missing"
+    except PermissionError as error:
+        raise CheckpointError(refused_by_system(error)) from None
     except _DAMAGED as error:
         return f"{array.key}: damaged: {error!r}"
     if differing:

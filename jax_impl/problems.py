@@ -2,17 +2,105 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import errno
+import json
+import os
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+
+# what tells a folder of input: released and prepared checkpoints, recordings
+OF_INPUTS = (
+    "model.safetensors.index.json", "model.safetensors", "conversion.json", "golden.json",
+)  # fmt: skip
+# settings that options have too, at the start of a line or of a list's entry
+_SETTING = re.compile(
+    r"(?m)^((?: *- )?)(page_size|dcp_interleave|dcp|kv_scale|kv_dtype|profile|compute|commit|"
+    r"experts|decode_backend|context|batch|ranks|router|tp)(?=:| [\d\[-])"
+)
+KINDS = (".json", ".safetensors")  # files of a checkpoint
 
 
 def listed(title: str, problems: Iterable[str], do: str) -> str:
     """`title`, a line per problem (what was found, what was expected), and what to do."""
-    return f"{title}:" + "".join(f"\n  - {p}" for p in problems) + f"\n{do}"
+    lines = (p.replace("\n", "\n    ") for p in problems)
+    return f"{title}:" + "".join(f"\n  - {line}" for line in lines) + f"\n{do}"
+
+
+def refused_by_system(error: OSError) -> str:
+    """What the operating system refused: found, expected, what to do; an error of ours as it is."""
+    if error.errno is None:
+        return str(error)
+    name = "a file" if error.filename is None else os.fsdecode(error.filename)
+    found = f"{name}: found {error.strerror!r}"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return (
+            f"{found}, expected permission for this user; change the permissions of the file or of "
+            "its folder, or choose another place"
+        )
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"{found}, expected room to write; free some, or choose another disk"
+    return (
+        f"{found}, expected something that can be read or written there; check the name and the "
+        "disk, or choose another place"
+    )
+
+
+def unreadable_files(folder: Path) -> str | None:
+    """What of a checkpoint's folder this user may not read, none of which need be damaged."""
+    found: list[str] = []
+    try:
+        files = [f for f in sorted(folder.iterdir()) if f.suffix in KINDS and f.is_file()]
+    except OSError as error:
+        return refused_by_system(error)
+    for file in files:
+        try:
+            with open(file, "rb"):
+                pass
+        except OSError as error:
+            found.append(refused_by_system(error))
+    if not found:
+        return None
+    title = f"{folder}: {len(found)} of {len(files)} file(s) cannot be read"
+    return listed(title, found, "Nothing was loaded. Whether they are whole is not known yet.")
+
+
+def checkpoint_around(path: str | Path) -> Path | None:
+    """The checkpoint or recording that a path lies in, where nothing else may be written."""
+    parents = Path(path).resolve().parents
+    return next((d for d in parents if any(_there(d / name) for name in OF_INPUTS)), None)
+
+
+def is_model_config(file: Path) -> bool:
+    """Whether a file is there that says what a model is, under whatever name."""
+    try:
+        content = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(content, dict) and "model_type" in content
+
+
+def _there(file: Path) -> bool:
+    try:
+        return file.exists()
+    except OSError:
+        return False
 
 
 def option(name: str) -> str:
     """What a command line calls the setting `name`."""
     return "--" + name.replace("_", "-")
+
+
+def in_options(text: str, others: Mapping[str, str] = MappingProxyType({})) -> str:
+    """A problem whose first word, and that of each of its lines, is what the user typed.
+
+    Args:
+        text: a problem that begins with a setting, such as `page_size: found 0`.
+        others: settings whose options have other names, without the dashes.
+    """
+    return _SETTING.sub(lambda m: m[1] + option(others.get(m[2], m[2])), text)
 
 
 def problems_of(error: Exception) -> list[str]:

@@ -51,8 +51,10 @@ def byte_bar(what: str, total: int) -> Iterator[Callable[[int, str], None]]:
 
 
 @contextmanager
-def count_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
+def count_bar(what: str, total: int) -> Iterator[Callable[..., None]]:
     """A bar of things done of `total` with the time left; call it with how many are done.
+
+    A second number is the new total, where fewer were done than expected.
 
     No thread draws it: that would take time from what is measured between the calls.
     """
@@ -61,7 +63,7 @@ def count_bar(what: str, total: int) -> Iterator[Callable[[int], None]]:
     times = (p.TimeElapsedColumn(), p.TextColumn("left"), p.TimeRemainingColumn())
     columns = (p.BarColumn(), p.MofNCompleteColumn(), *times)
     with _bar(what, total, columns, drawn=False) as update:
-        yield lambda done: update(completed=done)
+        yield lambda done, total=None: update(completed=done, total=total)
 
 
 @contextmanager

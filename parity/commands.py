@@ -42,35 +42,14 @@ def run(suite: str, tp: int | None = None, case: str | None = None) -> list[Verd
 
     `tp` and `case` restrict suite `sharded`, see `parity.sharded.chosen`.
     """
-    names = [s.strip() for s in suite.split(",") if s.strip()]
-    unknown = sorted(set(names) - set(SUITES))
-    if unknown or not names:
-        raise BadInput(
-            f"--suite: found {', '.join(unknown) or 'nothing'}, expected some of "
-            f"{', '.join(SUITES)}; separate them by commas"
-        )
-    if "sharded" in names:
-        from parity.sharded import emulate_devices
-
-        if tp is not None:
-            _require_ranks(tp)
-        emulate_devices()
-    elif tp is not None or case is not None:
-        raise BadInput(
-            f"--tp, --case: found with --suite {suite}, expected --suite sharded; leave them out"
-        )
+    names = _require_suites(suite, tp, case)
     found: list[Verdict] = []
     for name in dict.fromkeys(names):
         if name == "sharded":
             from parity.sharded import check_sharded
             from parity.sharded import chosen as settings
 
-            if not any((wanted := settings(tp, case)).values()):
-                known = ", ".join(f"'{n} {s.name}'" for n, e in settings().items() for s in e[:2])
-                raise BadInput(
-                    f"--case: found {case!r}, which no setting has in its name; expected a part "
-                    f"of a name such as {known}; choose one"
-                )
+            wanted = settings(tp, case)
             found += _progress("sharded", check_sharded(wanted))
             continue
         if name == "mutants":
@@ -107,8 +86,47 @@ def run(suite: str, tp: int | None = None, case: str | None = None) -> list[Verd
     return found
 
 
-def _require_ranks(tp: int) -> None:
-    """Refuse a number of ranks that the models of suite `sharded` cannot be cut over."""
+def _require_suites(suite: str, tp: int | None, case: str | None) -> list[str]:
+    """The names of the suites; refuses everything wrong at once."""
+    names = [s.strip() for s in suite.split(",") if s.strip()]
+    problems = []
+    unknown = sorted(set(names) - set(SUITES))
+    if unknown or not names:
+        problems.append(
+            f"--suite: found {', '.join(unknown) or 'nothing'}, expected some of "
+            f"{', '.join(SUITES)}; separate them by commas"
+        )
+    if "sharded" in names:
+        problems += _sharded_problems(tp, case)
+    elif tp is not None or case is not None:
+        problems.append(
+            f"--tp, --case: found with --suite {suite}, expected --suite sharded; leave them out"
+        )
+    if problems:
+        raise BadInput("\n".join(problems))
+    if "sharded" in names:
+        from parity.sharded import emulate_devices
+
+        emulate_devices()
+    return names
+
+
+def _sharded_problems(tp: int | None, case: str | None) -> list[str]:
+    """What suite `sharded` cannot do."""
+    from parity.sharded import chosen as settings
+
+    found = [] if tp is None else _rank_problems(tp)
+    if not any(settings(None if found else tp, case).values()):
+        known = ", ".join(f"'{n} {s.name}'" for n, e in settings().items() for s in e[:2])
+        found.append(
+            f"--case: found {case!r}, which no setting has in its name; expected a part "
+            f"of a name such as {known}; choose one"
+        )
+    return found
+
+
+def _rank_problems(tp: int) -> list[str]:
+    """Why the models of suite `sharded` cannot be cut over so many ranks."""
     from jax_impl.config import ConfigError, ModelConfig, RunConfig
     from jax_impl.sharding import require_ranks
     from parity.sharded import RANKS
@@ -117,9 +135,9 @@ def _require_ranks(tp: int) -> None:
     try:
         require_ranks(config, RunConfig(), tp)
     except ConfigError as error:
-        raise BadInput(f"--tp: {error}") from None
-    if tp > RANKS:
-        raise BadInput(f"--tp: found {tp}, expected at most {RANKS} ranks; choose fewer")
+        return [f"--tp: {error}"]
+    most = f"--tp: found {tp}, expected at most {RANKS} ranks; choose fewer"
+    return [most] if tp > RANKS else []
 
 
 def golden(

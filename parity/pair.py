@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from jax_impl.checkpoint import Checkpoint
+from jax_impl.checkpoint import Checkpoint, CheckpointError
+from jax_impl.config import ConfigError
 from jax_impl.ids import parse_ids
 from parity import metrics
 from parity.driver import ROWS, Arrays, Driver, Session
@@ -35,19 +36,21 @@ class PromptError(ValueError):
     """A prompt that cannot be run."""
 
 
-def prompt(text: str | None, vocabulary: int) -> np.ndarray:
+def prompt(text: str | None, vocabulary: int | None) -> np.ndarray:
     """Token ids from a file, from the text itself, or seeded random ones.
+
+    Without a vocabulary, ids are not held against one.
 
     Raises:
         PromptError: not ids, none at all, or outside the vocabulary.
     """
     if text is None:
-        return np.random.default_rng(0).integers(0, vocabulary, PROMPT)
+        return np.random.default_rng(0).integers(0, vocabulary or 1, PROMPT)
     try:
         ids = np.array(parse_ids(text))
     except ValueError as error:
         raise PromptError(f"--prompt-ids: {error}") from None
-    bad = ids[ids >= vocabulary]
+    bad = ids[:0] if vocabulary is None else ids[ids >= vocabulary]
     if bad.size:
         raise PromptError(
             f"--prompt-ids: found {bad[0]}, expected ids of the vocabulary 0..{vocabulary - 1}; "
@@ -56,13 +59,22 @@ def prompt(text: str | None, vocabulary: int) -> np.ndarray:
     return ids
 
 
-def _require(config: Any, prompt_ids: str | None, steps: int) -> np.ndarray:
-    """The prompt, if it and its continuation can be run."""
-    problems, limit = [], config.max_position_embeddings
+def _require(checkpoint: Path, prompt_ids: str | None, steps: int) -> np.ndarray:
+    """The prompt, if checkpoint, prompt and continuation can be run; else everything wrong."""
+    problems, config = [], None
     try:
-        ids = prompt(prompt_ids, config.vocab_size)
+        config = Checkpoint.open(checkpoint).config  # headers only
+    except (CheckpointError, ConfigError) as error:
+        problems.append(str(error))
+    try:
+        ids = prompt(prompt_ids, config and config.vocab_size)
     except PromptError as error:
-        problems, ids = [str(error)], np.zeros(0, np.int64)
+        problems, ids = [*problems, str(error)], np.zeros(0, np.int64)
+    if config is None:
+        if steps < 1:
+            problems.append(f"--steps: found {steps}, expected at least 1; change it")
+        raise PromptError("\n".join(problems))
+    limit = config.max_position_embeddings
     if not 1 <= steps <= limit - len(ids):
         problems.append(
             f"--steps: found {steps}, expected 1 to {limit - len(ids)} (the model takes {limit} "
@@ -77,11 +89,9 @@ def check_pair(checkpoint: Path, prompt_ids: str | None, steps: int) -> Iterator
     """All comparisons on one checkpoint.
 
     Raises:
-        PromptError: see `prompt`.
-        ConfigError, CheckpointError: the directory is no usable checkpoint.
+        PromptError: see `prompt`, or the directory is no usable checkpoint; says all.
     """
-    # headers only: what cannot be run is refused before anything is loaded
-    ids = _require(Checkpoint.open(checkpoint).config, prompt_ids, steps)
+    ids = _require(checkpoint, prompt_ids, steps)  # before anything is loaded
     model = Model.load(checkpoint, Numerics(torch.float32, "H"))
     continuation, _ = greedy(model, torch.from_numpy(ids), steps)
     ids = np.concatenate([ids, continuation.numpy()])

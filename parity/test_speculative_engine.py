@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jax_impl import generate_draft
+from jax_impl import generate_checks, generate_draft
 from jax_impl.acceptance_config import Acceptance
 from jax_impl.backend import AUTO
 from jax_impl.checkpoint import Checkpoint
@@ -228,14 +228,16 @@ def test_generation_without_room_ends(models, pair_directory, monkeypatch):
     options = GenerateOptions(
         steps=90, draft=pair_directory / "draft", drafts=K, ignore_eos=True, chunk=CHUNK
     )
-    found = generate_draft.speculative(checkpoint, RUN, AUTO, PROMPTS[0], options, ONE_DEVICE)
+    draft = open_draft(options.draft)
+    found = generate_draft.speculative(
+        checkpoint, draft, RUN, AUTO, PROMPTS[0], options, ONE_DEVICE
+    )
     assert found["stopped_by"] == f"no room: all {SHORT} tokens of the context are in use"
     assert len(found["output_ids"]) == SHORT + 1 - len(PROMPTS[0])
-    limit = open_draft(options.draft).config.max_position_embeddings
+    limit = draft.config.max_position_embeddings
+    long = dataclasses.replace(options, steps=limit)
     with pytest.raises(ConfigError, match=f"the drafter's limit is {limit}; ask for fewer"):
-        generate_draft.speculative(
-            checkpoint, RUN, AUTO, PROMPTS[0], dataclasses.replace(options, steps=limit), ONE_DEVICE
-        )
+        generate_checks.require(checkpoint.path, "5,6", long)
 
 
 @pytest.mark.slow

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 import pytest
 
 from jax_impl import cli
+from jax_impl import problems as system
 from parity import __main__ as parity_command
-from parity.wrong_uses import Wrong, lacking, make_workspace, plain, problems
+from parity.wrong_uses import Wrong, lacking, make_workspace, plain, problems, status_of
 
 GEN = "generate tiny/target --prompt-ids 5"
 DRAFT = f"{GEN} --draft tiny/draft --drafts 3"
@@ -26,6 +30,16 @@ K3 = (
     Wrong("convert tiny/target /dev/null/x", "Not a directory", "room for a", "Choose another"),
     Wrong("convert prepared out", "did not finish", "manifest.json", "Run `k3 convert tiny/target"),
     Wrong("make-tiny full", "not empty", "absent or empty directory", "choose another place"),
+    Wrong("make-tiny /proc/x", "found /proc, where no", "expected a place", "choose another"),
+    Wrong("make-tiny tiny/target/new", "inside", "outside of checkpoints", "choose another place"),
+    Wrong("convert tiny/target tiny/target/new", "inside", "a place outside of checkpoints",
+          "Choose another place"),
+    Wrong("check tiny/target --json tiny/target/config.json", "tiny/target, which is input",
+          "a place outside of checkpoints", "choose another place"),
+    Wrong("convert tiny/target out --json tiny/draft/new/x", "tiny/draft, which is input",
+          "a place outside of checkpoints", "choose another place"),
+    Wrong("memory alone.json --json alone.json", "the configuration of a model",
+          "a place outside of checkpoints", "choose another place"),
     Wrong("make-tiny /dev/null/x", "no directory can be made", "expected a place", "choose"),
     Wrong("memory nowhere", "config.json: not found", "of a Kimi K3", "give the directory"),
     Wrong(f"{GEN} --draft nowhere", "not found", "of a DSpark draft", "give the directory"),
@@ -55,9 +69,9 @@ K3 = (
     # ranks, devices, processes, memory
     Wrong("memory tiny/target --tp 7", "6 does not divide by 7", "divides all of it", ": 1, 2."),
     Wrong(f"{GEN} --tp 3", "4 does not divide by 3", "divides all of it", ": 1, 2."),
-    Wrong(f"{GEN} --tp 0", "tp 0", "at least 1", "change it"),
+    Wrong(f"{GEN} --tp 0", "--tp 0", "at least 1", "change it"),
     Wrong(f"{GEN} --tp 2", "1 device(s)", "one device per rank", "emulate 2 devices"),
-    Wrong(f"{GEN} --dcp 3", "dcp 3", "expected 1 or the number of ranks", "Choose"),
+    Wrong(f"{GEN} --dcp 3", "--dcp 3:", "expected 1 or the number of ranks", "Choose"),
     Wrong(f"{GEN} --backend latency_specialized", "devices found: cpu", "an NVIDIA GPU", "'auto'"),
     Wrong(f"{GEN} --coordinator x", "found --coordinator", "give all three", "multi_process.md"),
     Wrong(f"{GEN} --coordinator x --num-processes 2 --process-id 2", "--process-id: found 2",
@@ -69,21 +83,32 @@ K3 = (
           "The weights need more ranks or larger devices"),
     Wrong("memory tiny/target --tp 0 --batch 0 --drafts 8 --device-gb -1", "--drafts 8",
           "--device-gb -1.0: expected more than 0", "k3 memory --help"),
-    Wrong("memory tiny/target --tp 2 --context 5000", "found 5,000", "at most 4,096", "ask for"),
+    Wrong("memory tiny/target --tp 2 --context 5000", "--context: found 5,000", "at most 4,096",
+          "ask for"),
     # requests
     Wrong("generate tiny/target --prompt-ids 1,x", "'x'", "expected whole numbers", "tokenized"),
     Wrong("generate tiny/target --prompt-ids no.txt", "'no.txt'", "an existing file", "give the"),
     Wrong("generate tiny/target --prompt-ids nested.json", "[1, [2]]", "flat list", "correct it"),
     Wrong("generate tiny/target --prompt-ids 384", "[384]", "0..383", "model's tokenizer"),
+    Wrong("generate nowhere --prompt-ids x --steps 0 --page-size 0 --draft empty",
+          "nowhere: not a directory. Expected a checkpoint directory", "--page-size: found 0, expe",
+          HELP),
+    Wrong("generate tiny/target --prompt-ids 1,x --steps 0 --tp 3", "--prompt-ids: the list: not",
+          "--steps 0: expected at least 1", "does not divide by 3"),
+    Wrong("generate tiny/draft --prompt-ids 1 --draft tiny/target --steps 0",
+          "found a drafter in tiny/draft", "--steps 0: expected", "exchange the two"),
+    Wrong("memory tiny/draft --draft tiny/target --tp 0", "found a drafter in tiny/draft",
+          "--tp 0: expected at least 1", "exchange the two"),
+    Wrong("memory nowhere --batch 0", "config.json: not found", "--batch 0: expected", "--help"),
     Wrong("generate tiny/target --prompt-ids ''", "no token ids", "FILE or a list", "give"),
     Wrong(f"{GEN} --steps 9999", "10000 tokens", "the model limit is 4096", "ask for fewer"),
-    Wrong(f"{GEN} --steps 0 --chunk 0 --seed -1 --page-size 0", "page_size: found 0",
+    Wrong(f"{GEN} --steps 0 --chunk 0 --seed -1 --page-size 0", "--page-size: found 0",
           "--seed -1: expected 0..4294967295", HELP),
     Wrong(f"{GEN} --temperature nan", "temperature nan", "expected 0 (greedy)", HELP),
     Wrong(f"{GEN} --temperature 1 --top-k -1 --top-p 0 --min-p nan", "--top-k -1: expected 0 (off)",
           "--min-p nan: expected 0 (off) to 1", HELP),
     Wrong(f"{GEN} --top-p 0.9", "--top-p 0.9", "expected --temperature above 0", HELP),
-    Wrong(f"{GEN} --kv-dtype float8_e4m3fn", "kv_scale: found None", "positive scale", HELP),
+    Wrong(f"{GEN} --kv-dtype float8_e4m3fn", "--kv-scale: found None", "positive scale", HELP),
     Wrong(f"{GEN} --tp 2 --dcp 2 --profile H", "found 2 with", "expected profile 'V'", HELP),
     Wrong(f"{GEN} --drafts 3 --accept block", "--accept block", "only with --draft", HELP),
     Wrong(f"{GEN} --commit snapshots --accept-rates 1", "--commit snapshots: only with --draft",
@@ -121,6 +146,10 @@ K3 = (
 )  # fmt: skip
 PARITY = (
     Wrong("run --suite ops,vibes", "found vibes", "expected some of ops, model", "separate"),
+    Wrong("run --suite ops,vibes --tp 2 --case x", "found vibes", "expected --suite sharded",
+          "separate them by commas"),
+    Wrong("run --suite sharded,vibes --tp 3 --case nothing", "found vibes", "'nothing', which no",
+          "does not divide by 3"),
     Wrong("run --suite ops --tp 2", "--suite ops", "expected --suite sharded", "leave them out"),
     Wrong("run --suite sharded --tp 3", "does not divide by 3", "divides all of it", "Choose a"),
     Wrong("run --suite ops --num-processes 2", "found --num-processes", "give all three", "multi_"),
@@ -130,6 +159,12 @@ PARITY = (
     Wrong("golden nowhere --tp 0", "--tp: found 0", "expected at least 1", "change it"),
     Wrong("golden nowhere --report file", "file is a file", "expected a directory", "choose"),
     Wrong("compare nowhere", "not a directory", "Expected a checkpoint directory", "config.json"),
+    Wrong("compare nowhere --steps 0 --prompt-ids x", "nowhere: not a directory",
+          "--steps: found 0, expected", "--prompt-ids: found 'x', expected an existing file"),
+    Wrong("compare tiny/target --report tiny/target/new", "tiny/target, which is input",
+          "a place outside of checkpoints", "choose another place"),
+    Wrong("golden record --json record/golden.json", "record, which is input",
+          "a place outside of checkpoints", "choose another place"),
     Wrong("compare half", "cut short", "header and size do not agree", FETCH),
     Wrong("compare tiny/target --steps 0 --prompt-ids 384", "--steps: found 0", "expected ids of",
           "use this model's tokenizer"),
@@ -165,6 +200,42 @@ def test_k3(wrong, workspace, capsys):
 def test_parity(wrong, workspace, capsys):
     pytest.importorskip("torch")
     assert not problems(parity_command.main, wrong, capsys, workspace)
+
+
+def refuse(file, *_):
+    """An `open` or a listing that the system refuses, as it does to others than root."""
+    raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
+
+
+@pytest.mark.parametrize("closed", ["open", "iterdir"], ids=["files", "folder"])
+@pytest.mark.parametrize("command", ["check tiny/target", "convert tiny/target out"])
+def test_what_may_not_be_read_is_not_called_damaged(
+    closed, command, workspace, monkeypatch, capsys
+):
+    if closed == "open":
+        monkeypatch.setattr(system, "open", refuse, raising=False)
+        found = "tiny/target: 5 of 5 file(s) cannot be read"
+    else:
+        monkeypatch.setattr(system.Path, "iterdir", refuse)
+        found = "tiny/target: found 'Permission denied'"
+    wrong = Wrong(command, found, "expected permission for this user", "change the permissions")
+    assert not problems(cli.main, wrong, capsys, workspace)
+    status_of(cli.main, command)
+    assert "etch" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("number", "do"),
+    [(errno.EACCES, "permissions"), (errno.ENOSPC, "another disk"), (errno.EIO, "choose another")],
+)
+def test_errors_of_the_system_say_what_to_do(number, do, monkeypatch, capsys):
+    def fail(*_):
+        raise OSError(number, os.strerror(number), "a/file")
+
+    monkeypatch.setattr("jax_impl.checkpoint.is_draft", fail)
+    assert status_of(cli.main, "check tiny/target") == 2
+    said = plain(capsys.readouterr().err)
+    assert f"a/file: found '{os.strerror(number)}', expected" in said and do in said
 
 
 def test_no_row_is_given_twice():

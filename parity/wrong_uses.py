@@ -186,6 +186,7 @@ _DRAFTS: dict[str, Callable[[Path], None]] = {
 _TEXTS = {
     "full/notes": "1",
     "file": "1",
+    "alone.json": '{"model_type": "kimi_linear"}',
     "nested.json": "[1, [2]]",
     "prepared/conversion.json": '{"source": "tiny/target"}',
     "old/manifest.json": '{"format": "k3-prepared/0"}',
