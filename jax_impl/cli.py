@@ -1,7 +1,10 @@
 """The `k3` command: check, memory, convert, generate, make-tiny. `python -m jax_impl` is the same.
 
-Nothing heavy is imported before a command runs: `k3 --help` needs neither JAX nor NumPy.
+Exit status 0: done; 1: it ran, and something compared is bad; 2: bad input; 3: the watchdog ended
+processes; 130: interrupted; 141: the reader of its output went away. `--version` prints versions.
 """
+
+# Nothing heavy is imported before a command runs: `k3 --help` needs neither JAX nor NumPy.
 
 from __future__ import annotations
 
@@ -18,10 +21,11 @@ from jax_impl.output import SHOWN, Out, run_command
 from jax_impl.processes import ONE_PROCESS, ProcessOptions, is_first, launch
 
 Positional = tyro.conf.Positional
+Source = Annotated[Positional[Path], tyro.conf.arg(metavar="CHECKPOINT")]
 Preset = Literal["tiny", "synthetic", "tp16", "deep", "big"]
 
 
-def check(checkpoint: Positional[Path], output: Out = SHOWN, *, checksums: bool = False) -> int:
+def check(checkpoint: Source, output: Out = SHOWN, *, checksums: bool = False) -> int:
     """Validate a checkpoint from its index and headers, without loading it.
 
     Example: k3 check /data/Kimi-K3
@@ -90,7 +94,7 @@ class MemoryOptions:
 
 
 def memory(
-    checkpoint: Positional[Path],
+    checkpoint: Source,
     options: Annotated[MemoryOptions, tyro.conf.arg(name="")] = MemoryOptions(),
     output: Out = SHOWN,
 ) -> int:
@@ -176,7 +180,7 @@ class GenerateOptions:
 
 
 def generate(
-    checkpoint: Positional[Path],
+    checkpoint: Source,
     prompt_ids: str,
     options: Annotated[GenerateOptions, tyro.conf.arg(name="")] = GenerateOptions(),
     processes: Annotated[ProcessOptions, tyro.conf.arg(name="")] = ONE_PROCESS,
@@ -209,7 +213,11 @@ def generate(
     return launch(processes, work)
 
 
-def convert(checkpoint: Positional[Path], out: Positional[Path], output: Out = SHOWN) -> int:
+def convert(
+    checkpoint: Source,
+    out: Annotated[Positional[Path], tyro.conf.arg(metavar="OUT")],
+    output: Out = SHOWN,
+) -> int:
     """Write a prepared checkpoint that loads on any number of ranks.
 
     Takes a released target or drafter. Stopped anywhere, the same command goes on; until it has
@@ -234,7 +242,7 @@ def convert(checkpoint: Positional[Path], out: Positional[Path], output: Out = S
 
 
 def make_tiny(
-    directory: Positional[Path],
+    directory: Annotated[Positional[Path], tyro.conf.arg(metavar="DIRECTORY")],
     output: Out = SHOWN,
     *,
     preset: Preset = "tiny",
@@ -287,4 +295,4 @@ def main(argv: list[str] | None = None) -> None:
     parse = partial(
         tyro.extras.subcommand_cli_from_dict, COMMANDS, prog="k3", description=__doc__, args=argv
     )
-    raise SystemExit(run_command("k3", parse))
+    raise SystemExit(run_command("k3", parse, argv, COMMANDS))

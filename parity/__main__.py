@@ -1,7 +1,9 @@
 """Command line: `python -m parity run | golden | compare | serve`.
 
 Exit status 0: everything asked for ran and passed; 1: something failed or did not run; 2: bad
-input; 3: the watchdog ended processes; 130: interrupted.
+input; 3: the watchdog ended processes; 130: interrupted; 141: the reader of its output went away.
+`--version` prints versions.
+
 JAX and PyTorch are imported by the commands, not by this module, so that `--help` is quick.
 """
 
@@ -50,7 +52,7 @@ class Golden:
     Example: python -m parity golden parity/golden/ops parity/golden/model_tiny3
     """
 
-    dirs: tyro.conf.Positional[tuple[Path, ...]]
+    dirs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="DIR [DIR ...]")]
     """Folders; their kind is read from golden.json or from the files in them."""
     ckpt: Named = None
     """Target of a served record that names its checkpoint by a fingerprint only."""
@@ -71,7 +73,7 @@ class Compare:
     Example: python -m parity compare build/demo/target --steps 16 --report build/compare
     """
 
-    ckpt: tyro.conf.Positional[Path]
+    ckpt: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="CHECKPOINT")]
     """Checkpoint directory with config.json and safetensors files."""
     prompt_ids: str | None = None
     """A file with ids, or the ids themselves (separated by commas or blanks); default: random."""
@@ -127,15 +129,17 @@ Command = (
     | Annotated[Serve, tyro.conf.subcommand("serve")]
 )
 
+NAMES = ("run", "golden", "compare", "serve")
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Parses the command line, runs it, returns the exit status."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    command = tyro.cli(Command, args=arguments, prog=called("parity"), description=__doc__)  # type: ignore[arg-type]
-    return run_command("parity", partial(_run, command, arguments))
+    return run_command("parity", partial(_run, arguments), arguments, NAMES)
 
 
-def _run(command: Any, arguments: list[str]) -> int:
+def _run(arguments: list[str]) -> int:
+    command: Any = tyro.cli(Command, args=arguments, prog=called("parity"), description=__doc__)  # type: ignore[arg-type]
     from parity import commands, report
 
     command.output.prepare(*report.unwritable(command.report))

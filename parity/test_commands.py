@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
@@ -16,8 +17,9 @@ import pytest
 from jax_impl import cli
 from jax_impl.checkpoint import Checkpoint, CheckpointError
 from jax_impl.make_tiny import make_checkpoint
-from jax_impl.output import BAD_INPUT, INTERRUPTED
+from jax_impl.output import BAD_INPUT, CLOSED_PIPE, INTERRUPTED, run_command
 from jax_impl.prepared import MARKER, changed_arrays, parse_entries
+from jax_impl.progress import count_bar
 from parity import __main__ as parity_command
 
 ROOT = Path(__file__).parents[1]
@@ -66,8 +68,7 @@ def plain(text: str) -> str:
 def test_help_is_light_and_complete(program):
     assert texts(program)["heavy"] == []
     assert len(commands(program)) == COUNTS[program]
-    if program != "k3":
-        assert "Exit status 0" in plain(texts(program)[""])
+    assert "Exit status 0" in plain(texts(program)[""])
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -179,7 +180,71 @@ def test_an_interrupt_has_its_own_status(program, tiny, monkeypatch, capsys):
 def test_exit_statuses_are_documented():
     page = (ROOT / "docs" / "commands.md").read_text()
     statuses = re.findall(r"^\| (\d+) \|", page, re.M)
-    assert statuses == ["0", "1", str(BAD_INPUT), "3", str(INTERRUPTED)]
+    assert statuses == ["0", "1", str(BAD_INPUT), "3", str(INTERRUPTED), str(CLOSED_PIPE)]
+
+
+@pytest.mark.parametrize("module", ["jax_impl", "parity", "bench"])
+def test_version_and_a_completion_that_nobody_reads_to_its_end(module):
+    command = [sys.executable, "-m", module]
+    said = subprocess.run([*command, "--version"], cwd=ROOT, capture_output=True, text=True)
+    assert said.returncode == 0 and not said.stderr
+    assert re.fullmatch(r"(k3|parity|bench) .+ \(JAX .+, Python 3\.\d+\.\S+\)\n", said.stdout)
+    reading, writing = os.pipe()
+    os.close(reading)  # as if `head` had ended
+    asked = [*command, "--tyro-print-completion", "zsh"]
+    done = subprocess.run(asked, cwd=ROOT, stdout=writing, stderr=subprocess.PIPE, text=True)
+    os.close(writing)
+    assert done.returncode == CLOSED_PIPE and not done.stderr
+    whole = subprocess.run(asked, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    name = {"jax_impl": "k3"}.get(module, f"k3-{module}")
+    assert whole.splitlines()[0] == f"#compdef {name}"
+
+
+@pytest.mark.parametrize(("main", "typed", "meant"), [
+    (cli.main, "chek", "check"), (cli.main, "make_tiny", "make-tiny"),
+    (parity_command.main, "goldn", "golden"),
+])  # fmt: skip
+def test_an_unknown_command_is_answered_with_one_that_is_alike(main, typed, meant, capsys):
+    assert run(main, typed, "x") == BAD_INPUT
+    assert f"found no command {typed!r}; did you mean {meant}?" in capsys.readouterr().err
+    assert run(main, "zzzz") == BAD_INPUT
+    assert "did you mean" not in capsys.readouterr().err
+
+
+def test_a_pipe_other_than_standard_output_is_no_reader_that_went_away(capsys):
+    def refused():
+        raise BrokenPipeError(32, "Broken pipe")  # a server that went away
+
+    assert run_command("k3", refused, []) == BAD_INPUT
+    assert "k3: a file: found 'Broken pipe', expected" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("program", "command", "usage"),
+    [
+        ("k3", "convert", "CHECKPOINT OUT"),
+        ("k3", "make-tiny", "DIRECTORY"),
+        ("k3", "check", "CHECKPOINT"),
+        ("python -m parity", "compare", "CHECKPOINT"),
+        ("python -m parity", "golden", "DIR [DIR ...]"),
+    ],
+)
+def test_arguments_are_called_what_they_are(program, command, usage):
+    text = plain(commands(program)[command])
+    first = text.partition(" Example: ")[0]
+    assert usage in first and "PATH" not in first.partition("positional")[0]
+    assert "[[" not in text
+
+
+def test_the_bar_of_a_text_that_ends_early_is_full(monkeypatch):
+    from rich.progress import Progress
+
+    seen = []
+    monkeypatch.setattr(Progress, "update", lambda self, task, **changed: seen.append(changed))
+    with count_bar("decoding", 9) as progress:
+        progress(0)
+        progress(4, 4)
+    assert [(s["completed"], s["total"]) for s in seen] == [(0, None), (4, 4)]
 
 
 # ---- Ctrl-C, for real ----
