@@ -105,5 +105,10 @@ def in_options(text: str, others: Mapping[str, str] = MappingProxyType({})) -> s
 
 def problems_of(error: Exception) -> list[str]:
     """The problems that `listed` put into an error's message; the message itself without any."""
-    lines = str(error).splitlines()
-    return [line[4:] for line in lines if line.startswith("  - ")] or [str(error)]
+    found: list[str] = []
+    for line in str(error).splitlines():
+        if line.startswith("  - "):
+            found.append(line[4:])
+        elif line.startswith("    ") and found:  # goes on with the problem before it
+            found[-1] += "\n" + line[4:]
+    return found or [str(error)]

@@ -238,6 +238,15 @@ def test_errors_of_the_system_say_what_to_do(number, do, monkeypatch, capsys):
     assert f"a/file: found '{os.strerror(number)}', expected" in said and do in said
 
 
+def test_a_list_of_problems_can_be_taken_apart_again():
+    inner = system.listed("inner", ["c: found 1", "d: found 2"], "Change these.")
+    problems = ["a: found 0", inner, "b: found 3"]
+    assert system.problems_of(ValueError(system.listed("outer", problems, "Do."))) == problems
+    assert system.problems_of(ValueError("alone")) == ["alone"]
+    text = system.in_options("x (\n  - page_size: found 0\ndecode_backend: found 'y'", {})
+    assert text == "x (\n  - --page-size: found 0\n--decode-backend: found 'y'"
+
+
 def test_no_row_is_given_twice():
     commands = [w.command for w in K3 + PARITY]
     assert len(commands) == len(set(commands)) > 80
