@@ -98,5 +98,8 @@ class Checked:
 
 def _form(tree: Any) -> str:
     """Structure, shapes and dtypes of a stage's outputs, to print and to compare."""
-    shown = jax.tree.map(lambda x: f"{np.result_type(x)}{list(np.shape(x))}", tree)
-    return str(shown).replace("'", "")
+
+    def leaf(x: Any) -> str:
+        return f"{x.dtype}{list(x.shape)}" if hasattr(x, "dtype") else type(x).__name__
+
+    return str(jax.tree.map(leaf, tree)).replace("'", "")
