@@ -49,7 +49,7 @@ def require_whole(name: str, value: object, least: int, why: str = "") -> None:
         raise SessionError(f"{name} {value!r}: expected {why}a whole number, at least {least}")
 
 
-def require_kind(name: str, value: object, kind: type, hint: str = "") -> None:
+def require_kind(name: str, value: object, kind: type[Any], hint: str = "") -> None:
     """Refuse an argument of another type.
 
     Raises:

@@ -214,6 +214,9 @@ def _require_kinds(sizes: TargetSizes, overrides: Any) -> None:
         raise ValueError("cannot make this checkpoint: " + "; ".join(problems) + "; change these")
 
 
+_COUNTS = ("num_hidden_layers", "num_attention_heads", "num_experts", "hidden_size", "vocab_size")
+
+
 def _other_kinds(usual: dict[str, Any], overrides: dict[str, Any]) -> list[str]:
     words = {int: "a whole number", float: "a number", bool: "True or False", str: "a text"}
     words |= {list: "a list", dict: "a dict"}
@@ -223,7 +226,7 @@ def _other_kinds(usual: dict[str, Any], overrides: dict[str, Any]) -> list[str]:
         same = type(value) is kind or (kind is float and type(value) is int)
         if kind in words and not same:
             problems.append(f"{name}: found {value!r:.60}, expected {words[kind]}")
-        elif kind is int and usual[name] > 0 and value < 1 and not name.endswith("_token_id"):
+        elif kind is int and value < 1 and name in _COUNTS:
             problems.append(f"{name}: found {value}, expected at least 1")
     return problems
 
