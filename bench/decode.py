@@ -20,10 +20,10 @@ import numpy as np
 from bench import slice_parity
 from bench.decode_metrics import DEFINITIONS, Group, decode_figures
 from bench.engine_options import DecodeOptions, require_decode
-from bench.engine_setup import Loaded, load
+from bench.engine_setup import Loaded, load, plans_of
 from bench.machine import command_line, describe_machine
 from bench.replay import replay_ms
-from bench.result import SCHEMA, figure, is_noisy, median_figure
+from bench.result import SCHEMA, figure, median_figure, noisy_names
 from bench.serve import serve_group
 from bench.slice_model import Case, make_inputs
 from bench.timing import Clock
@@ -171,11 +171,10 @@ def conditions_of(
         "execution": f"{o.runs} runs of {o.groups} groups of {o.batch} prompt(s); host-timed",
         "definitions": DEFINITIONS | ({"replay": REPLAY} if o.replays else {}),
         "plans": {
-            name: {f"{p.backend}: {p.reason}": n for p, n in engine.plans.items()}
-            for name, engine in engines.items()
+            name: plans_of(engine, name) for name, engine in engines.items()
         },
         "options": options,
-        "noisy": [n for n, f in figures.items() if f["samples"] and is_noisy(f["samples"])],
+        "noisy": noisy_names(figures),
     }  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from bench.options import Numbers, see_help
+from bench.options import Numbers, see_help, seed_problems
 from jax_impl.problems import listed
 
 MAX_ROWS = 64
@@ -73,7 +73,7 @@ def require_options(o: SliceOptions) -> None:
     Raises:
         ValueError: listing everything that is out of range.
     """
-    problems = []
+    problems = seed_problems(o.seed)
     if not o.rows or not all(1 <= n <= MAX_ROWS for n in o.rows):
         problems.append(f"--rows {o.rows}: expected numbers of 1 to {MAX_ROWS}, the largest batch")
     if not 0 <= o.drafts <= 7:

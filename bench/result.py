@@ -72,6 +72,15 @@ def is_noisy(samples: Sequence[float]) -> bool:
     return halves_differ(samples) > NOISE
 
 
+def noisy_names(figures: dict[str, dict[str, Any]]) -> list[str]:
+    """Figures whose samples are noisy; counts are not timed and never are."""
+    return [
+        name
+        for name, found in figures.items()
+        if found["samples"] and found["unit"] != "count" and is_noisy(found["samples"])
+    ]
+
+
 def problems(result: Any) -> list[str]:
     """What keeps `result` from having the published form; empty if nothing does."""
     if not isinstance(result, dict) or set(result) != set(KEYS):
@@ -196,12 +205,16 @@ def headline(result: dict[str, Any], names: Sequence[str]) -> list[str]:
         why = result["parity"].get("why", "the comparison of this run failed")
         return [f"no headline: parity verdict {verdict} ({why})"]
     conditions = result["conditions"]
-    noisy = conditions.get("noisy", [])
+    noisy = {*conditions.get("noisy", []), *noisy_names(result["figures"])}
     lines = []
     for name in names:
         found = result["figures"].get(name)
         if found is not None:
-            mark = "  NOISY: halves differ by more than 3 %" if name in noisy else ""
+            mark = (
+                "  NOISY: halves differ by more than 3 %, or too few samples"
+                if name in noisy
+                else ""
+            )
             lines.append(f"{name}  {found['value']:,g} {found['unit']}{mark}")
     what = f"{conditions['device']}, backend {conditions['backend']}"
     if judged := acceptance_words(conditions["acceptance"]):

@@ -81,6 +81,8 @@ def test_no_headline_without_parity():
 def test_a_noisy_headline_says_so():
     noisy = made(conditions=made()["conditions"] | {"noisy": ["us_per_layer.rows1"]})
     assert "NOISY" in headline(noisy, ["us_per_layer.rows1"])[0]
+    unlisted = made(figures={"us_per_layer.rows1": figure(50.0, "us", [45.0, 55.0])})
+    assert "NOISY" in headline(unlisted, ["us_per_layer.rows1"])[0]
 
 
 def test_committed_results_that_claim_the_schema_have_it():
