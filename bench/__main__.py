@@ -108,18 +108,24 @@ def layers(
         options: what to run.
         output: where the result goes.
     """
-    output.prepare()
+    folder = None if options.perfetto is None else options.perfetto / "a trace"
+    output.prepare(*unwritable("--picture", options.picture), *unwritable("--perfetto", folder))
     from bench.machine import set_memory_fraction
 
     set_memory_fraction(options.memory_fraction)
     from bench.layers import disable_command_buffers, rows_to_print, run_layers
 
     disable_command_buffers()
-    result = run_layers(options)
+    result, timelines = run_layers(options)
     title = f"one layer, one rank of {options.tp}, COMPUTE ONLY, {options.backends}"
     columns = ["", "us", "MB", "GB/s", "floor share"]
     names = [n for n in result["figures"] if n.endswith(".layer.busy_us")]
-    return conclude(result, output, title, rows_to_print(result), names, columns)
+    status = conclude(result, output, title, rows_to_print(result), names, columns)
+    if options.picture is not None:  # behind the result: a picture that fails must not cost it
+        from bench.timeline import draw_timeline
+
+        draw_timeline(timelines, options.picture)
+    return status
 
 
 def ops(

@@ -19,7 +19,7 @@ from bench.decode import check
 from bench.decode_metrics import percentile
 from bench.engine_options import AgenticOptions, engine_problems, rows_problems
 from bench.engine_setup import load, plans_of
-from bench.machine import command_line, describe_machine
+from bench.machine import command_line, describe_machine, with_clocks_now
 from bench.options import see_help
 from bench.result import SCHEMA, figure, noisy_names
 from bench.serve import serve_group
@@ -151,6 +151,7 @@ def run_agentic(o: AgenticOptions, argv: Sequence[str] | None = None) -> dict[st
             serve_group(engine, [[1]] * min(batch, o.users), 4 + 2 * o.drafts)
         first_process_says(0)
     runs = _measure(engine, o, sessions, vocabulary)
+    machine = with_clocks_now(machine)
     figures = turn_figures(runs)
     apart = check(loaded, engine, o.users)
     return {

@@ -16,6 +16,7 @@ import tyro
 
 from bench.devices import DEVICES, Device
 from bench.floor import KINDS, Work, kind_of, layer_bytes, mean_distinct, step_bytes
+from bench.machine import command_line
 from bench.options import Numbers, see_help
 from bench.projection import project, projection_rows
 from bench.published import PUBLISHED, tokens_per_second
@@ -122,7 +123,7 @@ def roofline(
         conditions["projection"] = assumptions
     return {
         "schema": SCHEMA,
-        "command": "python -m bench roofline",
+        "command": command_line(),
         "conditions": conditions,
         "figures": figures,
         "parity": {"verdict": "none", "why": "arithmetic: nothing was run"},

@@ -137,7 +137,7 @@ def test_the_included_trace_and_bad_ones(tmp_path):
         read_trace(bad)
     for pause in ("Infinity", "NaN", '"1"', "true", "-1"):
         bad.write_text(f'{{"turns": [{{"new": 1, "output": 5, "pause_s": {pause}}}]}}\n')
-        with pytest.raises(ValueError, match="line 1: expected turns(.|\n)*finite pause_s"):
+        with pytest.raises(ValueError, match=r"line 1: expected turns(.|\n)*finite pause_s"):
             read_trace(bad)
     bad.write_text("\n")
     with pytest.raises(ValueError, match="no session"):

@@ -24,7 +24,9 @@ def made(scale=1.0, verdict="passed", **conditions):
     return {
         "schema": "k3-bench-1",
         "command": "python -m bench rank-slice",
-        "conditions": dict.fromkeys(CONDITIONS, "none") | {"noisy": []} | conditions,
+        "conditions": dict.fromkeys(CONDITIONS, "none")
+        | {"versions": {}, "noisy": []}
+        | conditions,
         "figures": curve | floors | decode | kernels | steps,
         "parity": {"verdict": verdict, "why": "x"},
     }
@@ -47,9 +49,20 @@ def test_noise_and_agreement_are_remarked():
 
 
 def test_differing_conditions_are_listed_and_passing_ones_are_not():
-    a = made(shapes={"tp": 16, "rows": [1]}, clocks={"sm": "1980"})["conditions"]
-    b = made(shapes={"tp": 8, "rows": [1]}, clocks={"sm": "1900"})["conditions"]
-    assert list(differing(a, b)) == [("shapes.tp", "16", "8")]
+    a = made(
+        shapes={"tp": 16, "rows": [1]}, clocks={"clocks.sm": "1980 MHz", "power.draw": "355 W"},
+        routing={"rows8": "full spread: 124 experts"}, seconds={"timing": 3.0}, code="commit a",
+    )["conditions"]  # fmt: skip
+    b = made(
+        shapes={"tp": 8, "rows": [1]}, clocks={"clocks.sm": "1200 MHz", "power.draw": "127 W"},
+        routing={"rows8": "NOT full spread: 80 experts"}, seconds={"timing": 4.0}, code="commit b",
+    )["conditions"]  # fmt: skip
+    assert list(differing(a, b)) == [
+        ("shapes.tp", "16", "8"),
+        ("clocks.clocks.sm", "1980 MHz", "1200 MHz"),
+        ("routing.rows8", "full spread: 124 experts", "NOT full spread: 80 experts"),
+        ("code", "commit a", "commit b"),
+    ]
 
 
 def test_no_headline_without_both_verdicts():

@@ -116,7 +116,9 @@ def test_a_small_run(tmp_path, quick_compile):
     command = "layers --preset tiny --tp 2 --rows 2 --context 64 --repeats 2"
     files = ["--json", str(out), "--picture", str(picture), "--perfetto", str(traces)]
     assert main([*command.split(), *files]) == 0
-    figures = read(out)["figures"]
+    found = read(out)
+    figures = found["figures"]
+    assert "distinct experts per layer" in found["conditions"]["routing"]
     for kind in ("kda", "mla"):
         for stage in ("attention", "attn_in", "attn_out", "route", "experts", "moe_out"):
             assert figures[f"auto.{kind}.{stage}.us"]["value"] > 0, (kind, stage)

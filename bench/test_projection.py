@@ -32,7 +32,13 @@ def made(**changed):
             ("us_per_layer", 100.0), ("us_per_step.moe8", 1100.0), ("us_per_step.moe20", 2300.0),
         )
     }  # fmt: skip
-    given = {"device": "NVIDIA H200", "shapes": shapes, "backend": "auto", "noisy": []}
+    given = {
+        "device": "NVIDIA H200",
+        "shapes": shapes,
+        "backend": "auto",
+        "versions": {},
+        "noisy": [],
+    }
     return {
         "schema": "k3-bench-1",
         "command": "python -m bench rank-slice",

@@ -13,7 +13,7 @@ def made(**changed):
     return {
         "schema": "k3-bench-1",
         "command": "python -m bench rank-slice",
-        "conditions": dict.fromkeys(CONDITIONS, "none") | {"noisy": []},
+        "conditions": dict.fromkeys(CONDITIONS, "none") | {"versions": {}, "noisy": []},
         "figures": {"us_per_layer.rows1": figure(55.5, "us", [55.0, 55.5, 56.0])},
         "parity": {"verdict": "passed"},
     } | changed
@@ -48,6 +48,19 @@ def test_another_form_is_refused_and_not_written(tmp_path, changed, message):
     with pytest.raises(ResultError, match="not a k3-bench-1 result"):
         write(str(tmp_path / "r.json"), bad)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("name", "found"),
+    [
+        ("versions", "none"), ("device", None), ("clocks", 3), ("seed", 0.5), ("seed", True),
+        ("shapes", []), ("acceptance", 2), ("backend", ["auto"]), ("excluded", None),
+        ("noisy", "no"), ("code", 7),
+    ],
+)  # fmt: skip
+def test_conditions_have_types(name, found):
+    bad = made(conditions=made()["conditions"] | {name: found})
+    assert [p for p in problems(bad) if f"conditions['{name}']: found {found!r}" in p]
 
 
 def test_all_problems_are_listed_at_once():
