@@ -58,8 +58,8 @@ def test_differing_conditions_are_listed_and_passing_ones_are_not():
         routing={"rows8": "NOT full spread: 80 experts"}, seconds={"timing": 4.0}, code="commit b",
     )["conditions"]  # fmt: skip
     assert list(differing(a, b)) == [
-        ("shapes.tp", "16", "8"),
         ("clocks.clocks.sm", "1980 MHz", "1200 MHz"),
+        ("shapes.tp", "16", "8"),
         ("routing.rows8", "full spread: 124 experts", "NOT full spread: 80 experts"),
         ("code", "commit a", "commit b"),
     ]

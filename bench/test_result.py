@@ -5,7 +5,6 @@ import math
 
 import pytest
 
-from bench import result as results
 from bench.result import CONDITIONS, ResultError, figure, headline, is_noisy, problems, read, write
 
 
@@ -96,12 +95,6 @@ def test_a_noisy_headline_says_so():
     assert "NOISY" in headline(noisy, ["us_per_layer.rows1"])[0]
     unlisted = made(figures={"us_per_layer.rows1": figure(50.0, "us", [45.0, 55.0])})
     assert "NOISY" in headline(unlisted, ["us_per_layer.rows1"])[0]
-
-
-def test_committed_results_that_claim_the_schema_have_it():
-    folder = results.Path(results.__file__).parent / "results"
-    for path in folder.glob("rank_slice*.json"):
-        read(path)
 
 
 def test_figures_survive_json():
