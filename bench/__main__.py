@@ -145,12 +145,13 @@ def ops(
     from bench.rank_slice_report import rows_to_print
 
     if options.list:
-        names = list(chosen(options.match))
+        names = list(chosen(options.match, options.preset))
         output.deliver({"cases": names}, "cases", ("",), [(name,) for name in names])
         return 0
     result = run_ops(options, output.json)
-    names = [n for n in result["figures"] if n.endswith(".kernel_us")]
-    return conclude(result, output, "kernels", rows_to_print(result), names)
+    names = [n for n in result["figures"] if n.endswith((".kernel_us", ".standard_us"))]
+    title = "kernels" if options.preset == "k3" else "standard formulas, NO KERNEL RAN"
+    return conclude(result, output, title, rows_to_print(result), names)
 
 
 def decode(

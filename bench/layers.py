@@ -31,7 +31,7 @@ import numpy as np
 
 from bench import activities, rank_slice, slice_model, slice_parity
 from bench.activities import Activity
-from bench.devices import DEVICES
+from bench.devices import find
 from bench.floor import Work, layer_bytes
 from bench.layers_options import LayersOptions, require_layers
 from bench.machine import command_line, describe_machine, with_clocks_now
@@ -215,7 +215,7 @@ def run_layers(
     cache = slice_model.random_cache(config, static.run, bound.placement, o.seed)
     inputs, _ = slice_model.make_inputs(config, static.run, case, o.context, 1, o.seed)
     stream = slice_parity.random_stream(static, case, o.seed)
-    device = next((d for n, d in DEVICES.items() if n in jax.devices()[0].device_kind), None)
+    device = find(jax.devices()[0].device_kind)
     machine, figures, apart = describe_machine(), {}, {}
     timelines: dict[str, list[Activity]] = {}
     counts: list[float] = []

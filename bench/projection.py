@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from bench.devices import DEVICES, Device
+from bench.devices import DEVICES, Device, find
 from bench.floor import kind_of
 from bench.published import tokens_per_second
 from bench.result import ResultError, figure, noisy_names
@@ -142,7 +142,7 @@ def project(
             parity not passed.
     """
     shapes, kind = result["conditions"]["shapes"], result["conditions"]["device"]
-    measured = next((d for name, d in DEVICES.items() if name in kind), None)
+    measured = find(kind)
     problems = []
     if not isinstance(shapes, dict) or shapes.get("preset") != "k3" or "cases" not in shapes:
         problems.append(

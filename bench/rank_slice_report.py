@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from bench import slice_model, timing
-from bench.devices import DEVICES
+from bench.devices import find
 from bench.floor import Work, layer_bytes, mean_distinct
 from bench.result import figure, median_figure, noisy_names
 from bench.roofline import MOE_PERIOD
@@ -70,8 +70,7 @@ def _floors(
     timed = bool(each) and min(each) > 0  # of noisy small runs a difference may be none
     if timed:
         out[f"gb_s.{name}"] = median_figure([size / us / 1e3 for us in each], "GB/s")
-    kind = jax.devices()[0].device_kind
-    device = next((d for n, d in DEVICES.items() if n in kind), None)
+    device = find(jax.devices()[0].device_kind)
     if device is not None:
         floor = size / device.read_tb_s / 1e6
         out[f"floor_us_per_layer.{name}"] = figure(floor, "us")
