@@ -218,7 +218,8 @@ def plot(results: list[Named], folder: Path) -> list[str]:
             beside(panels[1], passed)
         for axes in panels:
             axes.grid(alpha=0.3)
-            axes.legend(fontsize=7)
+            # below, where no curve is; looking for the best place takes time and may warn of it
+            axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.12))
         FigureCanvasAgg(picture)
         target = folder / f"{name}.png"
         partial = folder / f".{name}.partial.png"
