@@ -1,9 +1,17 @@
 """What all tests share."""
 
+import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+
+# Most of the time goes into compiling, and many tests and the processes that they start compile the
+# same programs. Kept in a folder, which outlives the run, each is compiled once.
+COMPILED = Path(__file__).parent / "build" / "compiled"
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(COMPILED))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
 
 
 @pytest.fixture
