@@ -108,18 +108,24 @@ def layers(
         options: what to run.
         output: where the result goes.
     """
-    output.prepare()
+    folder = None if options.perfetto is None else options.perfetto / "a trace"
+    output.prepare(*unwritable("--picture", options.picture), *unwritable("--perfetto", folder))
     from bench.machine import set_memory_fraction
 
     set_memory_fraction(options.memory_fraction)
     from bench.layers import disable_command_buffers, rows_to_print, run_layers
 
     disable_command_buffers()
-    result = run_layers(options)
+    result, timelines = run_layers(options)
     title = f"one layer, one rank of {options.tp}, COMPUTE ONLY, {options.backends}"
     columns = ["", "us", "MB", "GB/s", "floor share"]
     names = [n for n in result["figures"] if n.endswith(".layer.busy_us")]
-    return conclude(result, output, title, rows_to_print(result), names, columns)
+    status = conclude(result, output, title, rows_to_print(result), names, columns)
+    if options.picture is not None:  # behind the result: a picture that fails must not cost it
+        from bench.timeline import draw_timeline
+
+        draw_timeline(timelines, options.picture)
+    return status
 
 
 def ops(
@@ -139,12 +145,13 @@ def ops(
     from bench.rank_slice_report import rows_to_print
 
     if options.list:
-        names = list(chosen(options.match))
+        names = list(chosen(options.match, options.preset))
         output.deliver({"cases": names}, "cases", ("",), [(name,) for name in names])
         return 0
     result = run_ops(options, output.json)
-    names = [n for n in result["figures"] if n.endswith(".kernel_us")]
-    return conclude(result, output, "kernels", rows_to_print(result), names)
+    names = [n for n in result["figures"] if n.endswith((".kernel_us", ".standard_us"))]
+    title = "kernels" if options.preset == "k3" else "standard formulas, NO KERNEL RAN"
+    return conclude(result, output, title, rows_to_print(result), names)
 
 
 def decode(

@@ -5,6 +5,7 @@ The trace file is described in `bench.traffic`.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -16,11 +17,11 @@ import numpy as np
 from bench import slice_parity
 from bench.decode import check
 from bench.decode_metrics import percentile
-from bench.engine_options import AgenticOptions, engine_problems
-from bench.engine_setup import load
-from bench.machine import command_line, describe_machine
+from bench.engine_options import AgenticOptions, engine_problems, rows_problems
+from bench.engine_setup import load, plans_of
+from bench.machine import command_line, describe_machine, with_clocks_now
 from bench.options import see_help
-from bench.result import SCHEMA, figure, is_noisy
+from bench.result import SCHEMA, figure, noisy_names
 from bench.serve import serve_group
 from bench.traffic import Turn, TurnServed, longest, read_trace, replay
 from jax_impl.engine import BATCH_BUCKETS, bucket
@@ -89,10 +90,12 @@ def require_agentic(o: AgenticOptions, sessions: Sequence[Sequence[Turn]]) -> in
     problems = engine_problems(o, needed)
     if not 1 <= o.users <= BATCH_BUCKETS[-1]:
         problems.append(f"--users {o.users}: expected 1 to {BATCH_BUCKETS[-1]}, the largest batch")
+    else:
+        problems += rows_problems("users", o.users, max(0, o.drafts), (o.backend,))
     if o.runs < 1:
         problems.append(f"--runs {o.runs}: expected at least 1")
-    if o.speed <= 0:
-        problems.append(f"--speed {o.speed}: expected more than 0")
+    if not 0 < o.speed < math.inf:
+        problems.append(f"--speed {o.speed}: expected a finite number above 0")
     if problems:
         raise ValueError(listed("agentic", problems, see_help("agentic")))
     return needed
@@ -148,6 +151,7 @@ def run_agentic(o: AgenticOptions, argv: Sequence[str] | None = None) -> dict[st
             serve_group(engine, [[1]] * min(batch, o.users), 4 + 2 * o.drafts)
         first_process_says(0)
     runs = _measure(engine, o, sessions, vocabulary)
+    machine = with_clocks_now(machine)
     figures = turn_figures(runs)
     apart = check(loaded, engine, o.users)
     return {
@@ -173,9 +177,9 @@ def run_agentic(o: AgenticOptions, argv: Sequence[str] | None = None) -> dict[st
                 "the times hold" if jax.process_count() > 1 else ""
             ),
             "definitions": DEFINITIONS,
-            "plans": {f"{p.backend}: {p.reason}": n for p, n in engine.plans.items()},
+            "plans": plans_of(engine, o.backend),
             "options": {k: str(v) if v is not None else None for k, v in asdict(o).items()},
-            "noisy": [n for n, f in figures.items() if f["samples"] and is_noisy(f["samples"])],
+            "noisy": noisy_names(figures),
         },
         "figures": figures,
         "parity": slice_parity.verdict(engine.static, apart),

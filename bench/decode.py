@@ -20,10 +20,10 @@ import numpy as np
 from bench import slice_parity
 from bench.decode_metrics import DEFINITIONS, Group, decode_figures
 from bench.engine_options import DecodeOptions, require_decode
-from bench.engine_setup import Loaded, load
-from bench.machine import command_line, describe_machine
+from bench.engine_setup import Loaded, load, plans_of
+from bench.machine import command_line, describe_machine, with_clocks_now
 from bench.replay import replay_ms
-from bench.result import SCHEMA, figure, is_noisy, median_figure
+from bench.result import SCHEMA, figure, median_figure, noisy_names
 from bench.serve import serve_group
 from bench.slice_model import Case, make_inputs
 from bench.timing import Clock
@@ -35,8 +35,10 @@ from jax_impl.speculative_engine import SpeculativeEngine
 EXCLUDED = "loading, compilation and one warm-up group; prefill where a definition says so"
 RATIOS = ("step_ms", "decode_tokens_s")
 REPLAY = (
-    "replay_ms: a step when the host does not look: as many steps as fit, up to 32, chained on the "
-    "device, over their number. host_over_replay: step_ms over it"
+    "replay_ms: a step when the host does not look at tokens: as many steps as fit, up to 32, each "
+    "taking its inputs from the one before, dispatched one by one without waiting; by the host's "
+    "clock from the first dispatch to the end of the last step, over their number. No captured "
+    "program, and no clock of the device. host_over_replay: step_ms over it"
 )
 
 
@@ -112,6 +114,7 @@ def run_decode(o: DecodeOptions, argv: Sequence[str] | None = None) -> dict[str,
     engines = {name: loaded.engine(name) for name in o.backends}
     machine = describe_machine()
     groups = measure(engines, o, vocabulary, clock)
+    machine = with_clocks_now(machine)
     figures: dict[str, Any] = {}
     apart: dict[str, dict[str, float]] = {}
     for name, engine in engines.items():
@@ -171,11 +174,10 @@ def conditions_of(
         "execution": f"{o.runs} runs of {o.groups} groups of {o.batch} prompt(s); host-timed",
         "definitions": DEFINITIONS | ({"replay": REPLAY} if o.replays else {}),
         "plans": {
-            name: {f"{p.backend}: {p.reason}": n for p, n in engine.plans.items()}
-            for name, engine in engines.items()
+            name: plans_of(engine, name) for name, engine in engines.items()
         },
         "options": options,
-        "noisy": [n for n, f in figures.items() if f["samples"] and is_noisy(f["samples"])],
+        "noisy": noisy_names(figures),
     }  # fmt: skip
 
 

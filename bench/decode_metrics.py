@@ -94,28 +94,37 @@ def decode_figures(runs: Sequence[Sequence[Group]], running: int) -> dict[str, d
     Raises:
         ValueError: no step ran at the stated number of requests.
     """
-    groups = [g for run in runs for g in run]
+    pooled = [g for run in runs for g in run]
+    each = [_values(run, running) for run in runs]
+    found = {
+        name: figure(value, unit, [one[name][0] for one in each])
+        for name, (value, unit) in _values(pooled, running).items()
+    }
+    counts = {
+        "steps": sum(len(g.steps) for g in pooled),
+        "steps_timed": sum(len(g.intervals(running)) for g in pooled),
+        "requests": sum(len(g.requests) for g in pooled),
+    }
+    return found | {name: figure(value, "count") for name, value in counts.items()}
+
+
+def _values(groups: Sequence[Group], running: int) -> dict[str, tuple[float, str]]:
+    """(value, unit) of every timed figure of these groups together."""
     requests = [r for g in groups for r in g.requests]
-    steps = [[s for g in run for s in g.intervals(running)] for run in runs]
-    if not all(steps):
+    steps = [s for g in groups for s in g.intervals(running)]
+    if not steps:
         raise ValueError(
             f"a run has no two consecutive steps with {running} running request(s); ask for more "
             "output tokens"
         )
-    step = median([s for run in steps for s in run])
-    lengths = [e for g in groups for s in g.steps for e in s.emitted]
+    step, length = median(steps), fmean(e for g in groups for s in g.steps for e in s.emitted)
     found = {
-        "step_ms": figure(step * 1e3, "ms", [median(run) * 1e3 for run in steps]),
-        "decode_tokens_s": figure(_rate(groups), "tokens/s", [_rate(run) for run in runs]),
-        "rounds_tokens_s": figure(running * fmean(lengths) / step, "tokens/s"),
-        "output_tokens_s": figure(
-            _rate(groups, prefill=True), "tokens/s", [_rate(run, prefill=True) for run in runs]
-        ),
-        "tpot_ms": figure(median(r.tpot for r in requests) * 1e3, "ms"),
-        "accepted_length": figure(fmean(lengths), "tokens"),
-        "steps": figure(sum(len(g.steps) for g in groups), "count"),
-        "steps_timed": figure(sum(map(len, steps)), "count"),
-        "requests": figure(len(requests), "count"),
+        "step_ms": (step * 1e3, "ms"),
+        "decode_tokens_s": (_rate(groups), "tokens/s"),
+        "rounds_tokens_s": (running * length / step, "tokens/s"),
+        "output_tokens_s": (_rate(groups, prefill=True), "tokens/s"),
+        "tpot_ms": (median(r.tpot for r in requests) * 1e3, "ms"),
+        "accepted_length": (length, "tokens"),
     }
     rates = [1 / r.tpot for r in requests]
     times = {
@@ -124,10 +133,9 @@ def decode_figures(runs: Sequence[Sequence[Group]], running: int) -> dict[str, d
         "latency_ms": [r.deliveries[-1] - r.submitted for r in requests],
     }
     for share in (50, 90, 99):
-        rate = percentile(rates, 1 - share / 100)
-        found[f"user_tokens_s.p{share}"] = figure(rate, "tokens/s")
+        found[f"user_tokens_s.p{share}"] = (percentile(rates, 1 - share / 100), "tokens/s")
         for name, values in times.items():
-            found[f"{name}.p{share}"] = figure(percentile(values, share / 100) * 1e3, "ms")
+            found[f"{name}.p{share}"] = (percentile(values, share / 100) * 1e3, "ms")
     return found
 
 

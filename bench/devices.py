@@ -38,3 +38,8 @@ DEVICES = {
         Device("GB300", round(8.0 * _SHARE, 2), 8.0, 288, _LIKE_H200),
     )
 }
+
+
+def find(kind: str) -> Device | None:
+    """The device whose name is part of what JAX calls it, such as `NVIDIA H200`."""
+    return next((device for name, device in DEVICES.items() if name in kind), None)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from bench.options import see_help
+from bench.options import see_help, seed_problems
+from jax_impl.plan import MAX_ROWS
 from jax_impl.problems import listed
 
 BACKENDS = ("auto", "latency_specialized")
@@ -93,9 +95,27 @@ class DecodeOptions(EngineOptions):
         return self.isl + self.osl + (self.drafts + 1 if self.drafts else 0)
 
 
+def padded(sequences: int) -> int:
+    """Sequences of a step with its pad rows: steps are compiled for powers of two."""
+    return 1 << (sequences - 1).bit_length()
+
+
+def rows_problems(name: str, sequences: int, drafts: int, backends: tuple[str, ...]) -> list[str]:
+    """Why steps of so many sequences would not all run on a forced backend."""
+    rows = padded(sequences) * (1 + drafts) if sequences > 0 else 0
+    if "latency_specialized" not in backends or rows <= MAX_ROWS:
+        return []
+    most = MAX_ROWS // (1 + drafts)
+    return [
+        f"--{name} {sequences}, --drafts {drafts}: steps of {padded(sequences)} sequences (a power "
+        f"of two) with {1 + drafts} row(s) each are {rows} rows, and latency_specialized takes at "
+        f"most {MAX_ROWS}; expected --{name} of at most {1 << (most.bit_length() - 1)}"
+    ]
+
+
 def engine_problems(o: EngineOptions, needed: int) -> list[str]:
     """What is wrong with the options, as far as no model is needed to tell."""
-    problems = []
+    problems = seed_problems(o.seed)
     if not 0 <= o.drafts <= 7:
         problems.append(f"--drafts {o.drafts}: expected 0 to 7")
     if o.accept_length is not None and not (o.drafts and 1 <= o.accept_length <= o.drafts + 1):
@@ -115,7 +135,7 @@ def engine_problems(o: EngineOptions, needed: int) -> list[str]:
             f"--context {o.context}: expected at least the {needed} tokens that prompt, output and "
             "drafts need"
         )
-    if not 0.0 <= o.temperature < float("inf"):
+    if not 0.0 <= o.temperature < math.inf:
         problems.append(f"--temperature {o.temperature}: expected 0 (greedy) or above")
     if o.chunk < 1 or o.page_size < 1:
         problems.append(f"--chunk {o.chunk}, --page-size {o.page_size}: expected at least 1")
@@ -131,6 +151,8 @@ def require_decode(o: DecodeOptions) -> None:
     problems = engine_problems(o, o.needed)
     if not 1 <= o.batch <= 64:
         problems.append(f"--batch {o.batch}: expected 1 to 64, the largest batch")
+    else:
+        problems += rows_problems("batch", o.batch, max(0, o.drafts), o.backends)
     for name, least in (("isl", 1), ("osl", 4 + 2 * o.drafts), ("runs", 1), ("groups", 1)):
         if getattr(o, name) < least:
             problems.append(f"--{name} {getattr(o, name)}: expected at least {least}")

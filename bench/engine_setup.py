@@ -11,7 +11,7 @@ from bench.engine_options import EngineOptions
 from bench.random_weights import random_draft, random_weights
 from bench.rank_slice import load_config
 from jax_impl.acceptance_config import Acceptance
-from jax_impl.backend import choose_backend
+from jax_impl.backend import BackendUnavailableError, choose_backend
 from jax_impl.checkpoint import Checkpoint
 from jax_impl.config import ConfigError, ModelConfig, RunConfig
 from jax_impl.draft_config import DraftConfig
@@ -71,6 +71,25 @@ class Loaded:
         kind = "synthetic" if self.method.rule == "synthetic" else "real"
         spoken = {"kind": kind, "commit": self.run.commit}
         return self.method.describe(self.options.drafts) | spoken
+
+
+def plans_of(engine: Engine, backend: str) -> dict[str, int]:
+    """Steps by what served them and why, of an engine that was made for `backend`.
+
+    Raises:
+        BackendUnavailableError: decode steps of a forced backend were served by the other one, so
+            that no time of this engine belongs under that name.
+    """
+    if backend == "auto":  # weights laid out for the kernels may be served by the standard path
+        return {"auto: as configured": sum(engine.plans.values())}
+    other = [p for p in engine.plans if p.backend != backend and p.reason != "prefill"]
+    if other:
+        raise BackendUnavailableError(
+            f"{backend}: {sum(engine.plans[p] for p in other)} decode step(s) ran on "
+            f"{other[0].backend} ({other[0].reason}), expected none; ask for fewer rows, or for "
+            f"--backend {other[0].backend}"
+        )
+    return {f"{p.backend}: {p.reason}": n for p, n in engine.plans.items()}
 
 
 def load(

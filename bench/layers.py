@@ -31,12 +31,13 @@ import numpy as np
 
 from bench import activities, rank_slice, slice_model, slice_parity
 from bench.activities import Activity
-from bench.devices import DEVICES
+from bench.devices import find
 from bench.floor import Work, layer_bytes
 from bench.layers_options import LayersOptions, require_layers
-from bench.machine import command_line, describe_machine
+from bench.machine import command_line, describe_machine, with_clocks_now
 from bench.random_weights import random_weights
-from bench.result import SCHEMA, figure, is_noisy, median_figure
+from bench.rank_slice_report import routing_words
+from bench.result import SCHEMA, figure, median_figure, noisy_names
 from bench.slice_model import Case
 from jax_impl.backend import AUTO, STAGES, Backend
 from jax_impl.config import ModelConfig
@@ -197,8 +198,10 @@ def _stage_us(call: list[Activity], stage: str) -> float:
     return activities.busy_us([a for a in call if a.stage in inside])
 
 
-def run_layers(o: LayersOptions, argv: Sequence[str] | None = None) -> dict[str, Any]:
-    """Run the benchmark; the result document.
+def run_layers(
+    o: LayersOptions, argv: Sequence[str] | None = None
+) -> tuple[dict[str, Any], dict[str, list[Activity]]]:
+    """Run the benchmark; the result document, and one call's activities by backend and layer kind.
 
     Raises:
         ValueError: options, sizes, memory or backend that cannot run; says why.
@@ -212,9 +215,10 @@ def run_layers(o: LayersOptions, argv: Sequence[str] | None = None) -> dict[str,
     cache = slice_model.random_cache(config, static.run, bound.placement, o.seed)
     inputs, _ = slice_model.make_inputs(config, static.run, case, o.context, 1, o.seed)
     stream = slice_parity.random_stream(static, case, o.seed)
-    device = next((d for n, d in DEVICES.items() if n in jax.devices()[0].device_kind), None)
+    device = find(jax.devices()[0].device_kind)
     machine, figures, apart = describe_machine(), {}, {}
     timelines: dict[str, list[Activity]] = {}
+    counts: list[float] = []
     for name, setting in settings.items():
         stages = AUTO if name == "auto" else setting.backend
         for kind, layer in slice_parity.checked_layers(static).items():
@@ -228,6 +232,7 @@ def run_layers(o: LayersOptions, argv: Sequence[str] | None = None) -> dict[str,
             calls, ids = trace_layer(program, arguments, o.repeats, folder)
             cache = arguments[1]
             distinct = fmean(slice_model.distinct_counts(np.asarray(ids)[None]))
+            counts.append(distinct)
             work = Work(case.batch, case.tokens, o.context, distinct)
             memory = MemorySettings(ranks=o.tp, kv_dtype=o.kv_dtype)
             size = stage_bytes(config, memory, work, kind)
@@ -236,17 +241,16 @@ def run_layers(o: LayersOptions, argv: Sequence[str] | None = None) -> dict[str,
             figures |= layer_figures(prefix, calls, size, tb_s)
             figures[f"{prefix}.distinct_experts"] = figure(distinct, "count")
             timelines[prefix] = calls[0]
-    if o.picture is not None:
-        from bench.timeline import draw_timeline
-
-        draw_timeline(timelines, o.picture)
-    return {
+    spread = routing_words(config, case, fmean(counts))
+    result = {
         "schema": SCHEMA,
         "command": command_line(list(argv) if argv is not None else None),
-        "conditions": machine | _conditions(o, case, figures),
+        "conditions": with_clocks_now(machine) | _conditions(o, case, figures)
+        | {"routing": spread},
         "figures": figures,
         "parity": slice_parity.verdict(static, apart),
-    }
+    }  # fmt: skip
+    return result, timelines
 
 
 def _conditions(o: LayersOptions, case: Case, figures: dict[str, Any]) -> dict[str, Any]:
@@ -263,10 +267,7 @@ def _conditions(o: LayersOptions, case: Case, figures: dict[str, Any]) -> dict[s
         "verification; launches are one by one, not captured",
         "execution": f"{o.repeats} traced calls per layer, each after {FLUSH_BYTES >> 20} MiB of "
         "other data were read (1 MiB on a CPU)",
-        "noisy": [
-            n for n, f in figures.items()
-            if n.endswith("busy_us") and f["samples"] and is_noisy(f["samples"])
-        ],
+        "noisy": noisy_names(figures),
     }  # fmt: skip
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from bench.engine_options import BACKENDS
 from bench.options import see_help
-from bench.rank_slice_options import MAX_ROWS, Sizes, SliceOptions
+from bench.rank_slice_options import MAX_ROWS, Sizes, SliceOptions, option_problems
 from jax_impl.problems import listed
 
 
@@ -64,7 +64,7 @@ def require_layers(o: LayersOptions) -> None:
     Raises:
         ValueError: listing everything that is out of range.
     """
-    problems = []
+    problems = option_problems(replace(o.slice_options("auto"), rows=(1,)))
     if not o.names or len(set(o.names)) != len(o.names) or not set(o.names) <= set(BACKENDS):
         problems.append(f"--backends {o.backends}: expected some of {','.join(BACKENDS)}")
     if not 1 <= o.rows <= MAX_ROWS:

@@ -2,17 +2,19 @@
 
 Time is the kernels' own, from CUPTI; launch gaps and the call's host time are not in it. Every case
 holds a stack of layers several times larger than the L2 cache and walks through it, so that weights
-come from memory. `floor` is the bytes that must move over 4.55 TB/s (H200) and is printed beside
-the time, never substituted. `other` is what XLA runs around the kernels of the same call.
+come from memory. `floor` is the bytes that must move over the device's fixed bandwidth
+(`bench/devices.py`; none on a device that is not there) and is printed beside the time, never
+substituted. `other` is what XLA runs around the kernels of the same call.
 
 The error is against float64 on the host, beside the standard path's own error on the same inputs,
 before and after timing; a case fails if the kernel's exceeds 4e-3, or both twice the standard
 path's and 1e-6 (f32 results differ in the order of summation only).
-`replays` repetitions must be equal bit by bit.
+`replays` repetitions must be equal bit by bit. `--preset tiny` is `bench.ops_standard`.
 """
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,17 +23,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.devices import DEVICES
-from bench.machine import command_line, describe_machine
+from bench.devices import Device, find
+from bench.machine import command_line, describe_machine, with_clocks_now
 from bench.ops_cases import cases
 from bench.ops_options import OpsOptions
-from bench.ops_problem import L2_BYTES, L2_TIMES, Problem, f64
+from bench.ops_problem import L2_BYTES, L2_TIMES, REL_L2, Problem, f64, relative
+from bench.ops_standard import run_standard, tiny_cases
 from bench.options import see_help
-from bench.result import SCHEMA, figure, is_noisy, write
+from bench.result import SCHEMA, figure, noisy_names, write
 from jax_impl import progress
 from jax_impl.problems import listed
 
-REL_L2 = 4e-3
+SEEDS = "7 skinny, 11 experts, 13 route, 17 latent_up, 19 attn_res, 23 and above others"
+STANDARD = {
+    "what": "standard formulas of small cases; no kernel ran",
+    "seed": SEEDS,
+    "shapes": "small, in `bench/ops_standard.py`",
+    "acceptance": "none",
+    "backend": "standard formulas",
+    "excluded": "kernels; compilation",
+    "timing": "host clock around calls that are waited for; nothing is said about caches",
+}
+AGAINST_ITSELF = {"against": "float64 on the host: the standard formulas themselves, no kernel"}
 Times = Callable[[Problem, int], tuple[dict[str, list[float]], int]]
 
 
@@ -77,11 +90,6 @@ def device_times(problem: Problem, repeats: int) -> tuple[dict[str, list[float]]
     return times, calls
 
 
-def relative(got: np.ndarray, want: np.ndarray) -> float:
-    """Relative L2."""
-    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
-
-
 def errors(problem: Problem, layer: int, want: np.ndarray | None = None) -> dict[str, Any]:
     """Relative L2 of the kernel, and without `want` of the standard path, against float64."""
     out: dict[str, Any] = {}
@@ -105,9 +113,13 @@ def replays_equal(problem: Problem, times: int) -> int:
 
 
 def run_case(
-    name: str, problem: Problem, o: OpsOptions, times: Times = device_times
+    name: str,
+    problem: Problem,
+    o: OpsOptions,
+    device: Device | None,
+    times: Times = device_times,
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Figures and parity of one case."""
+    """Figures and parity of one case; without a known device no floor."""
     before = errors(problem, 1)
     kernels, calls = times(problem, o.repeats)
     after = errors(problem, 1, before["want"])
@@ -122,11 +134,12 @@ def run_case(
         "replays": o.replays,
         "replays_different": different,
     }
-    figures = case_figures(name, problem, kernels, calls)
-    shown = {n: figures[f"{name}.{n}"]["value"] for n in ("kernel_us", "other_us", "floor_us")}
+    figures = case_figures(name, problem, kernels, calls, device)
+    shown = {n: figures[f"{name}.{n}"]["value"] for n in ("kernel_us", "other_us", "gb_s")}
+    floor = figures.get(f"{name}.floor_us", {"value": math.nan})["value"]
     progress.note(
-        f"{name:32s} {shown['kernel_us']:8.2f} us  floor {shown['floor_us']:7.2f}"
-        f"  {figures[f'{name}.gb_s']['value']:6.0f} GB/s  other {shown['other_us']:6.2f}"
+        f"{name:32s} {shown['kernel_us']:8.2f} us  floor {floor:7.2f}"
+        f"  {shown['gb_s']:6.0f} GB/s  other {shown['other_us']:6.2f}"
         f"  err {worst:.2e} (standard {before['standard']:.2e})  {'ok' if passed else 'FAILED'}"
     )
     return figures, parity
@@ -147,7 +160,11 @@ def judge(before: dict[str, Any], after: dict[str, Any], different: int) -> tupl
 
 
 def case_figures(
-    name: str, problem: Problem, kernels: dict[str, list[float]], calls: int
+    name: str,
+    problem: Problem,
+    kernels: dict[str, list[float]],
+    calls: int,
+    device: Device | None,
 ) -> dict[str, Any]:
     """Figures from the times of all device activities by name, `calls` calls together."""
     ours = {k: v for k, v in kernels.items() if "k3_" in k}
@@ -157,16 +174,17 @@ def case_figures(
         each = len(samples) // calls
         for i in range(calls):
             own[i] += sum(samples[i * each : (i + 1) * each])
-    floor = problem.bytes / DEVICES["H200"].read_tb_s / 1e6
     other = sum(sum(v) for k, v in kernels.items() if k not in ours) / calls
     middle = statistics.median(own)
     figures = {
         f"{name}.kernel_us": figure(middle, "us", own),
         f"{name}.other_us": figure(other, "us"),
-        f"{name}.floor_us": figure(floor, "us"),
-        f"{name}.floor_share": figure(floor / middle, "share"),
         f"{name}.gb_s": figure(problem.bytes / middle / 1e3, "GB/s"),
     }
+    if device is not None:
+        floor = problem.bytes / device.read_tb_s / 1e6
+        figures[f"{name}.floor_us"] = figure(floor, "us")
+        figures[f"{name}.floor_share"] = figure(floor / middle, "share")
     for kernel, samples in kernels.items():
         short = "".join(c if c.isalnum() or c == "_" else "_" for c in kernel)[:60]
         each = statistics.median(samples) * len(samples) / calls
@@ -176,13 +194,14 @@ def case_figures(
     return figures
 
 
-def chosen(match: Sequence[str]) -> dict[str, Callable[[], Problem]]:
-    """Cases whose names hold one of the parts; all of them without any.
+def chosen(match: Sequence[str], preset: str = "k3") -> dict[str, Callable[[], Problem]]:
+    """Cases of the preset whose names hold one of the parts; all of them without any.
 
     Raises:
         ValueError: there is none.
     """
-    found = {k: v for k, v in cases().items() if not match or any(m in k for m in match)}
+    known = cases() if preset == "k3" else tiny_cases()
+    found = {k: v for k, v in known.items() if not match or any(m in k for m in match)}
     if not found:
         raise ValueError(
             f"ops: found no case for {list(match)}, expected parts of case names; --list prints all"
@@ -205,11 +224,12 @@ def run_ops(
     ]
     if problems:
         raise ValueError(listed("ops", problems, see_help("ops")))
-    found = chosen(o.match)
-    platform = jax.devices()[0].platform
-    if platform != "gpu":
+    found, tiny = chosen(o.match, o.preset), o.preset == "tiny"
+    platform, device = jax.devices()[0].platform, find(jax.devices()[0].device_kind)
+    if platform != "gpu" and not tiny:
         raise ValueError(
-            f"ops: found {platform}, expected an NVIDIA GPU, which kernels need; run it there "
+            f"ops: found {platform}, expected an NVIDIA GPU, which kernels need; run it there, or "
+            "the standard formulas of small cases here with --preset tiny "
             "(parity/test_kernels_*.py interprets the same kernels on a CPU)"
         )
     machine = describe_machine()
@@ -218,40 +238,53 @@ def run_ops(
     result: dict[str, Any] = {}
     for done, (name, build) in enumerate(found.items(), start=1):
         progress.note(f"ops: {done} of {len(found)}, {name}")
-        more, parity = run_case(name, build(), o)
+        more, parity = (
+            run_standard(name, build(), o) if tiny else run_case(name, build(), o, device)
+        )
         figures |= more
         comparisons.append(parity)
         result = {
             "schema": SCHEMA,
             "command": command_line(list(argv) if argv is not None else None),
-            "conditions": machine | conditions(o, figures),
-            "figures": figures,
-            "parity": {
-                "verdict": "passed" if all(p["passed"] for p in comparisons) else "failed",
-                "against": "float64 on the host, beside the standard path's own error",
-                "comparisons": comparisons,
+            "conditions": with_clocks_now(machine)
+            | (STANDARD if tiny else conditions(o, device))
+            | {
+                "cases": {"measured": done, "asked_for": len(found)},
+                "noisy": noisy_names(figures),
             },
+            "figures": figures,
+            "parity": parity_of(comparisons, len(found)) | (AGAINST_ITSELF if tiny else {}),
         }
         if out is not None and out != "-":
             write(out, result)
     return result
 
 
-def conditions(o: OpsOptions, figures: dict[str, Any]) -> dict[str, Any]:
+def parity_of(comparisons: list[dict[str, Any]], asked_for: int) -> dict[str, Any]:
+    """The verdict of the cases so far; `none` while some of those asked for are not there."""
+    found = {
+        "verdict": "passed",
+        "against": "float64 on the host, beside the standard path's own error",
+        "comparisons": list(comparisons),
+    }
+    if not all(p["passed"] for p in comparisons):
+        return found | {"verdict": "failed"}
+    if (done := len(comparisons)) < asked_for:
+        return found | {"verdict": "none", "why": f"incomplete: {done} of {asked_for} cases"}
+    return found
+
+
+def conditions(o: OpsOptions, device: Device | None) -> dict[str, Any]:
     """What the figures hold for, but for the machine."""
     return {
         "what": "kernels alone",
-        "seed": "7 skinny, 11 experts, 13 route, 17 latent_up, 19 attn_res, 23 and above others",
+        "seed": SEEDS,
         "shapes": "in the names: one rank of tpR, rows N",
         "acceptance": "none",
         "backend": "kernels",
         "excluded": "launch gaps and the host's time; other_us is what XLA runs around the kernels",
         "weights": f"rotated beyond {L2_TIMES} x {L2_BYTES >> 20} MiB",
         "timing": "CUPTI kernel times; L2 cold",
-        "read_tb_s": DEVICES["H200"].read_tb_s,
+        "read_tb_s": None if device is None else device.read_tb_s,
         "repeats": o.repeats,
-        "noisy": [
-            n for n, f in figures.items()
-            if n.endswith(".kernel_us") and f["samples"] and is_noisy(f["samples"])
-        ],
-    }  # fmt: skip
+    }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import tyro
 
@@ -12,6 +13,8 @@ class OpsOptions:
     """Every kernel over its cases, on one NVIDIA GPU.
 
     Attributes:
+        preset: `k3`, the kernels at one rank's shapes; `tiny`, the standard formulas of small cases
+            by the host's clock, on any device and without a kernel.
         match: parts of case names; none runs all.
         repeats: walks through a case's layers.
         replays: repetitions that must be equal bit by bit.
@@ -19,6 +22,7 @@ class OpsOptions:
     """
 
     match: tyro.conf.Positional[tuple[str, ...]] = ()
+    preset: Literal["k3", "tiny"] = "k3"
     repeats: int = 3
     replays: int = 1000
     list: bool = False

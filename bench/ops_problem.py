@@ -13,6 +13,7 @@ import numpy as np
 L2_TIMES = 3
 L2_BYTES = 60 << 20
 SITU = (4.0, 25.0)
+REL_L2 = 4e-3  # largest error of a case that passes
 
 
 @dataclass
@@ -51,6 +52,11 @@ def normal(key: jax.Array, shape: tuple[int, ...], scale: float = 1.0) -> jax.Ar
 def f64(x: Any) -> np.ndarray:
     """On the host, in float64."""
     return np.asarray(jnp.asarray(x).astype(jnp.float32), np.float64)
+
+
+def relative(got: np.ndarray, want: np.ndarray) -> float:
+    """Relative L2."""
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
 def bf16_round(x: np.ndarray) -> np.ndarray:

@@ -11,14 +11,14 @@ import numpy as np
 from bench.ops_problem import SITU, Problem, bf16_round, f64, normal, situ64, stack_depth
 
 
-def skinny_case(m: int, n: int, k: int, seed: int, **kw: Any) -> Problem:
-    """A projection; keywords go to the kernel."""
+def skinny_case(m: int, n: int, k: int, seed: int, layers: int | None = None, **kw: Any) -> Problem:
+    """A projection; without `layers` as many as are L2-cold; keywords go to the kernel."""
     from jax_impl.numerics import Numerics
     from jax_impl.ops.situ import situ
     from pallas_kernels.skinny import skinny
 
     nx = Numerics()
-    layers = stack_depth(2 * n * k)
+    layers = stack_depth(2 * n * k) if layers is None else layers
     kx, kw_ = jax.random.split(jax.random.key(seed))
     x = normal(kx, (m, k))
     w = jnp.stack([normal(jax.random.fold_in(kw_, i), (n, k), k**-0.5) for i in range(layers)])

@@ -12,6 +12,13 @@ def see_help(command: str) -> str:
     return f"Change these; `python -m bench {command} --help` has all options."
 
 
+def seed_problems(seed: int) -> list[str]:
+    """Why a number is no seed: random numbers of JAX and NumPy take 32 bits, none negative."""
+    if 0 <= seed < 2**32:
+        return []
+    return [f"--seed {seed}: expected 0 to {2**32 - 1}"]
+
+
 def numbers(text: str) -> tuple[int, ...]:
     """`1,8,64` as numbers.
 

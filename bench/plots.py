@@ -11,10 +11,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.devices import find
+from bench.floor import Work, step_bytes
 from bench.published import PUBLISHED
+from bench.result import noisy_names
+from bench.roofline import RELEASED
+from jax_impl.config import ModelConfig
+from jax_impl.memory import MemorySettings
 
 ROWS = re.compile(r"us_per_layer\.rows(\d+)$")
 STEP = re.compile(r"ms_per_step\.rows(\d+)$")
+VERIFY = re.compile(r"us_per_layer\.verify(\d+)$")
+VERIFY_STEP = re.compile(r"ms_per_step\.verify(\d+)$")
+LAYERS = re.compile(r"us_per_layer\.(rows|verify)\d+$")
+STEPS = re.compile(r"ms_per_step\.(rows|verify)\d+$")
+FLOORS = ("dimgray", "tab:brown", "darkkhaki", "black")  # of floors that differ
 BAR = re.compile(r"(.+)\.kernel_us$")
 MOST_BARS = 40
 
@@ -27,11 +38,15 @@ class Named:
     result: dict[str, Any]
 
     @property
-    def label(self) -> str:
+    def title(self) -> str:
         """Name, backend and device."""
         c = self.result["conditions"]
-        noisy = ", noisy" if c.get("noisy") else ""
-        return f"{self.name} ({c['backend']}, {c['device']}{noisy})"
+        return f"{self.name} ({c['backend']}, {c['device']})"
+
+    def label(self, pattern: re.Pattern[str]) -> str:
+        """The title, and whether a figure that is drawn, of a matching name, is noisy."""
+        noisy = {*self.result["conditions"].get("noisy", []), *noisy_names(self.result["figures"])}
+        return self.title + (", NOISY" if any(map(pattern.match, noisy)) else "")
 
     def value(self, name: str) -> float | None:
         """Of a figure; None if the result has none of this name."""
@@ -44,45 +59,87 @@ def _curve(named: Named, pattern: re.Pattern[str]) -> list[tuple[int, float]]:
     return sorted((int(m[1]), f["value"]) for m, f in found if m)
 
 
+def _rows_axes(axes: Any, what: str) -> None:
+    axes.set(xlabel="rows", ylabel=what)
+    axes.set_xscale("log", base=2)
+    axes.set_yscale("log")
+
+
 def draw_rows(axes: Any, results: list[Named]) -> bool:
-    """Time of a layer against rows, with the floor."""
-    drawn, floors = False, set()
+    """Time of a layer against rows, with the floors; a verification as a point of its own."""
+    drawn, floors = False, []
     for named in results:
         points = _curve(named, ROWS)
         if not points:
             continue
         drawn = True
-        axes.plot(*zip(*points, strict=True), marker="o", label=named.label)
+        lines = axes.plot(*zip(*points, strict=True), marker="o", label=named.label(LAYERS))
+        verify = _curve(named, VERIFY)
+        if verify:
+            style = {"marker": "D", "linestyle": "", "color": lines[0].get_color()}
+            axes.plot(*zip(*verify, strict=True), label=f"verification, {named.name}", **style)
         floor = [(n, named.value(f"floor_us_per_layer.rows{n}")) for n, _ in points]
         known = tuple((n, v) for n, v in floor if v is not None)
         if known and known not in floors:
-            floors.add(known)
-            style = {"linestyle": "--", "color": "gray", "label": f"floor, {named.name}"}
-            axes.plot(*zip(*known, strict=True), **style)
-    axes.set(xlabel="rows", ylabel="us per layer", title="One rank, compute only: time of a layer")
-    axes.set_xscale("log", base=2)
-    axes.set_yscale("log")
+            style = {"linestyle": "--", "color": FLOORS[len(floors) % len(FLOORS)]}
+            floors.append(known)
+            axes.plot(*zip(*known, strict=True), label=f"floor, {named.name}", **style)
+    axes.set(title="One rank, COMPUTE ONLY: time of a layer with experts")
+    _rows_axes(axes, "us per layer")
     return drawn
 
 
 def draw_steps(axes: Any, results: list[Named]) -> bool:
-    """Time of a whole step against rows, with what others published for 16 GPUs."""
-    drawn = False
+    """Time of a whole step of one rank against rows, with the floor of the whole step."""
+    drawn, floors = False, []
     for named in results:
         points = _curve(named, STEP)
-        if points:
-            drawn = True
-            label = f"{named.label}, one rank, compute only"
-            axes.plot(*zip(*points, strict=True), marker="o", label=label)
+        if not points:
+            continue
+        drawn = True
+        lines = axes.plot(*zip(*points, strict=True), marker="o", label=named.label(STEPS))
+        verify = _curve(named, VERIFY_STEP)
+        if verify:
+            style = {"marker": "D", "linestyle": "", "color": lines[0].get_color()}
+            axes.plot(*zip(*verify, strict=True), label=f"verification, {named.name}", **style)
+        known = step_floors(named, [n for n, _ in points])
+        if known and known not in floors:
+            style = {"linestyle": "--", "marker": "_", "color": FLOORS[len(floors) % len(FLOORS)]}
+            floors.append(known)
+            axes.plot(*zip(*known, strict=True), label=f"floor of the step, {named.name}", **style)
+    axes.set(title="One rank, COMPUTE ONLY (exchanges looped back): whole step")
+    _rows_axes(axes, "ms per step")
+    return drawn
+
+
+def step_floors(named: Named, rows: list[int]) -> list[tuple[int, float]]:
+    """(rows, ms) of the whole step's floor at a slice's shapes and its device's bandwidth.
+
+    None without a known device, or where the slice is not of the released model.
+    """
+    conditions = named.result["conditions"]
+    device, shapes = find(conditions["device"]), conditions["shapes"]
+    if device is None or not isinstance(shapes, dict) or shapes.get("preset") != "k3":
+        return []
+    config = ModelConfig.load(RELEASED)
+    settings = MemorySettings(ranks=shapes["tp"], kv_dtype=shapes["kv_dtype"])
+    found = []
+    for n in rows:
+        distinct = named.value(f"distinct_experts.rows{n}")
+        size = step_bytes(config, settings, Work(n, 1, shapes["context"], distinct))
+        found.append((n, sum(size.values()) / device.read_tb_s / 1e9))
+    return found
+
+
+def draw_published(axes: Any, _: list[Named]) -> bool:
+    """Steps that others published; a panel of their own, never on the axes of ours."""
     rows = [(int(p.what.split()[-1]), p) for p in PUBLISHED if p.what.startswith("step, batch")]
     for column in ("specialised", "stock"):
         points = [(n, getattr(p, column)) for n, p in rows]
-        label = f"published elsewhere, 16 GB300, {column}, exchanges included"
-        axes.plot(*zip(*points, strict=True), linestyle=":", marker="x", label=label)
-    axes.set(xlabel="rows", ylabel="ms per step", title="Step time against rows")
-    axes.set_xscale("log", base=2)
-    axes.set_ylim(bottom=0)
-    return drawn
+        axes.plot(*zip(*points, strict=True), linestyle=":", marker="x", label=column)
+    axes.set(title="PUBLISHED ELSEWHERE, not ours: vLLM,\n16 GB300, exchanges included")
+    _rows_axes(axes, "ms per step")
+    return True
 
 
 def draw_throughput(axes: Any, results: list[Named]) -> bool:
@@ -95,7 +152,11 @@ def draw_throughput(axes: Any, results: list[Named]) -> bool:
             y = named.value(f"{prefix}decode_tokens_s")
             if x is not None and y is not None:
                 drawn = True
-                axes.plot([x], [y], marker="o", linestyle="", label=f"{prefix}{named.label}")
+                drawn_names = re.compile(
+                    re.escape(prefix) + r"(user_tokens_s\.p90|decode_tokens_s)$"
+                )
+                label = f"{prefix}{named.label(drawn_names)}"
+                axes.plot([x], [y], marker="o", linestyle="", label=label)
     title = "Throughput against interactivity (decode, prefill excluded)"
     axes.set(xlabel="tokens/s/user, reached by 90 %", ylabel="tokens/s in all", title=title)
     axes.set_xlim(left=0)
@@ -133,6 +194,10 @@ PICTURES: dict[str, Callable[[Any, list[Named]], bool]] = {
 }
 
 
+# a panel beside the picture, with axes of its own
+BESIDE: dict[str, Callable[[Any, list[Named]], bool]] = {"step_against_rows": draw_published}
+
+
 def plot(results: list[Named], folder: Path) -> list[str]:
     """Draw everything that the results have figures for; names of the files, the page last."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -142,12 +207,19 @@ def plot(results: list[Named], folder: Path) -> list[str]:
     passed = [n for n in results if n.result["parity"]["verdict"] == "passed"]
     files = []
     for name, draw in PICTURES.items():
-        picture = Figure(figsize=(8, 5), layout="constrained")
-        axes = picture.subplots()
-        if not draw(axes, passed):
+        beside = BESIDE.get(name)
+        wide = 12 if beside else 8
+        picture = Figure(figsize=(wide, 5), layout="constrained")
+        ratios = [2, 1] if beside else [1]
+        panels = picture.subplots(1, len(ratios), squeeze=False, width_ratios=ratios)[0]
+        if not draw(panels[0], passed):
             continue
-        axes.grid(alpha=0.3)
-        axes.legend(fontsize=7)
+        if beside:
+            beside(panels[1], passed)
+        for axes in panels:
+            axes.grid(alpha=0.3)
+            # below, where no curve is; looking for the best place takes time and may warn of it
+            axes.legend(fontsize=7, loc="upper center", bbox_to_anchor=(0.5, -0.12))
         FigureCanvasAgg(picture)
         target = folder / f"{name}.png"
         partial = folder / f".{name}.partial.png"

@@ -14,18 +14,22 @@ assumptions, all of them printed. It is no measurement, and no figure of it is o
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from bench.devices import DEVICES, Device
+from bench.devices import DEVICES, Device, find
 from bench.floor import kind_of
 from bench.published import tokens_per_second
-from bench.result import ResultError, figure
+from bench.result import ResultError, figure, noisy_names
 from jax_impl.config import ModelConfig
 from jax_impl.problems import listed
 
 # 1e9 bytes per second that one GPU sends over NVLink, as the maker states it
 LINK_GB_S = {"H100": 450.0, "H200": 450.0, "B200": 900.0, "GB300": 900.0}
+
+
+NOISY_SOURCE = "NOISY source"
 
 
 @dataclass(frozen=True)
@@ -93,8 +97,8 @@ def compute_ms(result: dict[str, Any], case: str, layers: int) -> tuple[float, s
         ResultError: the result has neither the whole step nor two depths.
     """
     figures = result["figures"]
-    if f"ms_per_step.{case}" in figures:
-        return figures[f"ms_per_step.{case}"]["value"], "whole step measured"
+    if (whole := f"ms_per_step.{case}") in figures:
+        return figures[whole]["value"], "whole step measured" + _noise(result, whole)
     layer = figures.get(f"us_per_layer.{case}")
     depths = [n for n in figures if n.startswith("us_per_step.moe") and n.endswith(f".{case}")]
     if layer is None or not depths:
@@ -106,30 +110,59 @@ def compute_ms(result: dict[str, Any], case: str, layers: int) -> tuple[float, s
     shallow = int(name.removeprefix("us_per_step.moe").split(".")[0])
     rest = figures[name]["value"] - shallow * layer["value"]
     text = f"{layers} layers with experts of {layer['value']:.1f} us, and the rest of {name}"
+    text += _noise(result, name, f"us_per_layer.{case}")
     return (layers * layer["value"] + rest) / 1e3, text
 
 
+def _noise(result: dict[str, Any], *names: str) -> str:
+    """A remark about those of the figures that are noisy."""
+    noisy = {*result["conditions"].get("noisy", []), *noisy_names(result["figures"])}
+    found = [n for n in names if n in noisy]
+    return f"; {NOISY_SOURCE}: {', '.join(found)}" if found else ""
+
+
 def project(
-    config: ModelConfig, result: dict[str, Any], target: Device, acceptance_length: float | None
+    config: ModelConfig,
+    result: dict[str, Any],
+    target: Device,
+    acceptance_length: float | None,
+    asked: Mapping[str, Any],
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """(figures, assumptions) of the step on all ranks, on the measured device and on `target`.
 
+    Args:
+        config: the released model.
+        result: a measured rank slice.
+        target: GPU to project to.
+        acceptance_length: tokens per round of a verification.
+        asked: shapes that the slice must have been measured with, by option: tp, context, kv_dtype.
+
     Raises:
-        ResultError: not a rank slice at the released sizes on a known GPU, or parity not passed.
+        ResultError: not a rank slice at the released sizes and `asked` shapes on a known GPU, or
+            parity not passed.
     """
     shapes, kind = result["conditions"]["shapes"], result["conditions"]["device"]
-    measured = next((d for name, d in DEVICES.items() if name in kind), None)
+    measured = find(kind)
     problems = []
     if not isinstance(shapes, dict) or shapes.get("preset") != "k3" or "cases" not in shapes:
         problems.append(
             f"shapes: found {str(shapes)[:60]}, expected a rank slice of the released model"
         )
+    else:
+        problems += [
+            f"{name}: measured with {shapes.get(name)}, expected --{name.replace('_', '-')} {want}"
+            for name, want in asked.items()
+            if shapes.get(name) != want
+        ]
     if measured is None:
         problems.append(f"device {kind}: expected one of {', '.join(DEVICES)}")
     if result["parity"]["verdict"] != "passed":
         problems.append(f"parity: {result['parity']['verdict']}, expected a passed run")
     if problems or measured is None:
-        do = "Give a result of `python -m bench rank-slice` at the released sizes."
+        do = (
+            "Give a result of `python -m bench rank-slice` at the released sizes, and the options "
+            "that it was measured with."
+        )
         raise ResultError(listed("no projection from this result", problems, do))
     figures: dict[str, Any] = {}
     notes: dict[str, str] = {}
@@ -164,13 +197,17 @@ def project(
         "exchanges_per_step": len(exchanges(config, 1)),
         "exchange_variants": [asdict(how) for how in EXCHANGES],
         "link_gb_s": {d.name: LINK_GB_S[d.name] for d in (measured, target)},
+        "tokens_per_round": "1 per sequence; of a verification "
+        + ("not given" if acceptance_length is None else f"{acceptance_length:g}, assumed"),
         "left_out": "overlap of exchanges with compute, waiting for slower ranks, the drafter "
         "(verifications are without it), the host",
     }
 
 
-def projection_rows(figures: dict[str, Any]) -> list[tuple[str, str, str, str]]:
-    """(case, variant and device; exchanges ms; step ms; tokens/s) to print."""
+def projection_rows(
+    figures: dict[str, Any], about: dict[str, Any]
+) -> list[tuple[str, str, str, str, str]]:
+    """(case, variant and device; exchanges ms; step ms; tokens/s; remark) to print."""
     rows = []
     for name, found in figures.items():
         if not name.startswith("projected.step_ms."):
@@ -179,5 +216,24 @@ def projection_rows(figures: dict[str, Any]) -> list[tuple[str, str, str, str]]:
         wire = figures[f"projected.exchange_ms.{label}"]["value"]
         rate = figures.get(f"projected.tokens_s.{label}")
         shown = "" if rate is None else f"{rate['value']:,.0f}"
-        rows.append((label, f"{wire:.2f}", f"{found['value']:.2f}", shown))
+        remark = NOISY_SOURCE if NOISY_SOURCE in about["compute"][label.split(".")[0]] else ""
+        rows.append((label, f"{wire:.2f}", f"{found['value']:.2f}", shown, remark))
     return rows
+
+
+def assumption_rows(about: dict[str, Any]) -> list[tuple[str, str]]:
+    """(assumption, in words) to print."""
+    links = ", ".join(f"{name} {rate:g} GB/s" for name, rate in about["link_gb_s"].items())
+    return [
+        ("measured by", about["source"]),
+        *((f"compute, {case}", text) for case, text in about["compute"].items()),
+        ("scaling", about["scaling"]),
+        *(
+            (f"exchange, {how['name']}", f"{how['latency_us']:g} us latency; {how['basis']}")
+            for how in about["exchange_variants"]
+        ),
+        ("exchanges per step", str(about["exchanges_per_step"])),
+        ("link, one way", links),
+        ("tokens per round", about["tokens_per_round"]),
+        ("left out", about["left_out"]),
+    ]

@@ -28,7 +28,7 @@ import jax
 import numpy as np
 
 from bench import slice_model, slice_parity, timing
-from bench.machine import command_line, describe_machine
+from bench.machine import command_line, describe_machine, with_clocks_now
 from bench.random_weights import random_weights
 from bench.rank_slice_options import SliceOptions, require_options
 from bench.rank_slice_report import conditions_of, figures_of
@@ -279,13 +279,13 @@ def run_rank_slice(o: SliceOptions, argv: list[str] | None = None) -> dict[str, 
     with stage("routing and parity", took):
         distinct = {p.case.name: routing(setting, runner, p) for p in programs}
         apart = {k: v for p in programs for k, v in distances(p, runner).items()}
-    machine, idle = describe_machine(), None
+    idle = machine = describe_machine()
     figures: dict[str, Any] = {}
     with stage("timing", took), count_bar("measuring", len(programs)) as progress:
         for done, p in enumerate(programs, start=1):
             samples = runner.measure(setting, p)
             figures |= figures_of(setting, p.case, samples, distinct[p.case.name])
-            idle, machine["clocks"] = idle or machine["clocks"], describe_machine()["clocks"]
+            machine = with_clocks_now(idle)
             progress(done)
     parity = slice_parity.verdict(setting.static, apart)
     parity |= {"logits_finite_in_every_sample": runner.finite}
@@ -295,7 +295,7 @@ def run_rank_slice(o: SliceOptions, argv: list[str] | None = None) -> dict[str, 
         "schema": SCHEMA,
         "command": command_line(argv),
         "conditions": machine
-        | {"clocks_before": idle, "temporaries_bytes": temporaries(programs)}
+        | {"temporaries_bytes": temporaries(programs)}
         | conditions_of(setting, figures, took),
         "figures": figures,
         "parity": parity,

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from bench.options import Numbers, see_help
+from bench.options import Numbers, see_help, seed_problems
 from jax_impl.problems import listed
 
 MAX_ROWS = 64
@@ -67,13 +67,9 @@ class SliceOptions:
         return min(6, self.drafts + 1) if self.accept_length is None else self.accept_length
 
 
-def require_options(o: SliceOptions) -> None:
-    """Check what needs no model.
-
-    Raises:
-        ValueError: listing everything that is out of range.
-    """
-    problems = []
+def option_problems(o: SliceOptions) -> list[str]:
+    """What is out of range, as far as no model is needed to tell."""
+    problems = seed_problems(o.seed)
     if not o.rows or not all(1 <= n <= MAX_ROWS for n in o.rows):
         problems.append(f"--rows {o.rows}: expected numbers of 1 to {MAX_ROWS}, the largest batch")
     if not 0 <= o.drafts <= 7:
@@ -96,5 +92,14 @@ def require_options(o: SliceOptions) -> None:
         problems.append(f"--warmups {o.warmups}: expected at least 1")
     if not o.budget > 0:
         problems.append(f"--budget {o.budget}: expected more than 0 seconds")
-    if problems:
+    return problems
+
+
+def require_options(o: SliceOptions) -> None:
+    """Check what needs no model.
+
+    Raises:
+        ValueError: listing everything that is out of range.
+    """
+    if problems := option_problems(o):
         raise ValueError(listed("rank-slice", problems, see_help("rank-slice")))

@@ -4,18 +4,21 @@ from __future__ import annotations
 
 from dataclasses import asdict
 from itertools import pairwise
-from statistics import fmean, median
+from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 import jax
 
 from bench import slice_model, timing
-from bench.devices import DEVICES
+from bench.devices import find
 from bench.floor import Work, layer_bytes, mean_distinct
-from bench.result import figure, is_noisy, median_figure
+from bench.result import figure, median_figure, noisy_names
 from bench.roofline import MOE_PERIOD
 from bench.slice_model import Case
+from jax_impl.backend import Backend
+from jax_impl.config import ModelConfig
 from jax_impl.memory import MemorySettings
+from jax_impl.model import repeated
 
 if TYPE_CHECKING:
     from bench.rank_slice import Setting
@@ -24,7 +27,7 @@ EXCLUDED = (
     "exchanges between ranks (looped back: compute only), prefill, compilation, the drafter; "
     "embedding and head are in the steps and cancel in the time per layer"
 )
-SPREAD = 0.96  # of the mean under independent random routing: 115 of 119.6 at 8 rows
+SPREAD = 0.96  # of the mean under independent random routing: 115.5 of 120.3 at 8 rows
 
 
 def figures_of(
@@ -40,8 +43,7 @@ def figures_of(
             each = timing.per_layer_us(
                 samples[f"moe{deep}{mode}"], samples[f"moe{shallow}{mode}"], deep - shallow
             )
-            middle = median(samples[f"moe{deep}{mode}"]) - median(samples[f"moe{shallow}{mode}"])
-            found[f"us_per_layer{mode}.{name}"] = figure(middle / (deep - shallow), "us", each)
+            found[f"us_per_layer{mode}.{name}"] = median_figure(each, "us")
         for whole in (n for n, s in setting.depths.items() if s.config == setting.config):
             each = [s / 1000 for s in samples[f"moe{whole}{mode}"]]
             found[f"ms_per_step{mode}.{name}"] = median_figure(each, "ms")
@@ -64,17 +66,32 @@ def _floors(
     layers = layer_bytes(setting.config, memory, Work(case.batch, case.tokens, o.context, distinct))
     size = fmean(sum(layers[kind].values()) for kind in MOE_PERIOD)
     out = {f"bytes_per_layer.{name}": figure(round(size), "bytes")}
-    measured = found.get(f"us_per_layer.{name}", {}).get("value")
-    if measured is not None and measured > 0:
-        out[f"gb_s.{name}"] = figure(size / measured / 1e3, "GB/s")
-    kind = jax.devices()[0].device_kind
-    device = next((d for n, d in DEVICES.items() if n in kind), None)
+    each = found.get(f"us_per_layer.{name}", {}).get("samples", [])
+    timed = bool(each) and min(each) > 0  # of noisy small runs a difference may be none
+    if timed:
+        out[f"gb_s.{name}"] = median_figure([size / us / 1e3 for us in each], "GB/s")
+    device = find(jax.devices()[0].device_kind)
     if device is not None:
         floor = size / device.read_tb_s / 1e6
         out[f"floor_us_per_layer.{name}"] = figure(floor, "us")
-        if measured is not None and measured > 0:
-            out[f"floor_share.{name}"] = figure(floor / measured, "share")
+        if timed:
+            out[f"floor_share.{name}"] = median_figure([floor / us for us in each], "share")
     return out
+
+
+def routing_words(config: ModelConfig, case: Case, distinct: float) -> str:
+    """Whether `distinct` experts of a layer are those of independent random choices."""
+    mean = mean_distinct(config, case.batch * case.tokens)
+    word = "full spread" if distinct >= SPREAD * mean else "NOT full spread"
+    return f"{word}: {distinct:.1f} distinct experts per layer, {mean:.1f} expected"
+
+
+def how_layers_run(config: ModelConfig, backend: Backend) -> str:
+    """Which layers of a timed program are one loop, as `jax_impl.model.forward` traces them."""
+    first, period, turns = repeated(config)
+    if not (backend.whole_stacks and turns > 1):
+        return "unrolled"
+    return f"layers {first}..{first + period * turns - 1} as one loop of {turns} x {period}"
 
 
 def conditions_of(
@@ -85,12 +102,8 @@ def conditions_of(
     stats = jax.devices()[0].memory_stats() or {}
     spread = {}
     for case in setting.cases:
-        mean = mean_distinct(setting.config, case.batch * case.tokens)
         value = figures[f"distinct_experts.{case.name}"]["value"]
-        full = value >= SPREAD * mean
-        word = "full spread" if full else "NOT full spread"
-        spread[case.name] = f"{word}: {value:.1f} distinct experts per layer, {mean:.1f} expected"
-    timed = ("us_per_", "ms_per_")
+        spread[case.name] = routing_words(setting.config, case, value)
     return {
         "what": "rank slice, compute only",
         "seed": o.seed,
@@ -108,6 +121,9 @@ def conditions_of(
         "excluded": EXCLUDED,
         "execution": f"{o.steps} steps per sample, up to {o.repeats} samples in turns over the "
         f"programs within {o.budget:g} s, after {o.warmups} rounds of warm-up",
+        "layers": {
+            str(n): how_layers_run(s.config, setting.backend) for n, s in setting.depths.items()
+        },
         "distinct_counted_in": slice_model.layer_kinds(setting.routed.config),
         "weights": "random, distinct in every layer, larger than the caches",
         "routing": spread,
@@ -118,10 +134,7 @@ def conditions_of(
         },
         "options": {k: str(v) if k == "compile_cache" else v for k, v in asdict(o).items()},
         "seconds": took,
-        "noisy": [
-            name for name, f in figures.items()
-            if name.startswith(timed) and f["samples"] and is_noisy(f["samples"])
-        ],
+        "noisy": noisy_names(figures),
     }  # fmt: skip
 
 
@@ -131,7 +144,7 @@ def rows_to_print(result: dict[str, Any]) -> list[tuple[str, str, str, str]]:
     for name, f in result["figures"].items():
         samples = sorted(f["samples"] or [])
         apart = f"{samples[0]:,.2f} .. {samples[-1]:,.2f}" if samples else ""
-        remark = "noisy: halves differ by more than 3 %" if name in noisy else ""
+        remark = "noisy: halves differ by more than 3 %, or too few" if name in noisy else ""
         found.append((name, f"{f['value']:,.2f} {f['unit']}", apart, remark))
     return found
 

@@ -1,7 +1,8 @@
 """Decode steps chained on the device: what a step takes when the host does not look at its tokens.
 
-The cross-check of steps timed by the host: a step's inputs are what the step before returned, all
-steps of a sample are dispatched at once, and only the end of the last is waited for.
+The cross-check of steps that the host looks at: a step's inputs are what the step before returned,
+all steps of a sample are dispatched one after the other, and only the end of the last is waited
+for. The clock is the host's; where dispatching is slower than a step, that is what it shows.
 """
 
 from __future__ import annotations

@@ -31,6 +31,16 @@ CONDITIONS = (
 VERDICTS = ("passed", "failed", "none")
 UNITS = ("us", "ms", "s", "bytes", "GB/s", "count", "share", "ratio", "tokens/s", "tokens")
 NOISE = 0.03
+NOISY = "NOISY: halves differ by more than 3 %, or too few samples"
+JSON_NAMES = {
+    str: "text", dict: "an object", int: "a whole number", list: "a list", type(None): "null",
+}  # fmt: skip
+# what a condition may be; others are free
+KINDS: dict[str, tuple[type, ...]] = {
+    "device": (str,), "driver": (str,), "versions": (dict,), "clocks": (dict, str),
+    "seed": (int, str, type(None)), "shapes": (dict, str), "acceptance": (dict, str),
+    "backend": (str,), "excluded": (str,), "code": (str,), "noisy": (list,),
+}  # fmt: skip
 
 
 class ResultError(ValueError):
@@ -72,6 +82,15 @@ def is_noisy(samples: Sequence[float]) -> bool:
     return halves_differ(samples) > NOISE
 
 
+def noisy_names(figures: dict[str, dict[str, Any]]) -> list[str]:
+    """Figures whose samples are noisy; counts are not timed and never are."""
+    return [
+        name
+        for name, found in figures.items()
+        if found["samples"] and found["unit"] != "count" and is_noisy(found["samples"])
+    ]
+
+
 def problems(result: Any) -> list[str]:
     """What keeps `result` from having the published form; empty if nothing does."""
     if not isinstance(result, dict) or set(result) != set(KEYS):
@@ -87,10 +106,21 @@ def problems(result: Any) -> list[str]:
     missing = [name for name in CONDITIONS if name not in result["conditions"]]
     if missing:
         wrong.append(f"conditions: {', '.join(missing)} missing")
+    wrong += _condition_problems(result["conditions"])
     if not isinstance(result["figures"], dict):
         return [*wrong, "figures: expected an object"]
     wrong += [p for name, found in result["figures"].items() for p in _figure_problems(name, found)]
     return wrong + _parity_problems(result["parity"])
+
+
+def _condition_problems(conditions: dict[str, Any]) -> list[str]:
+    wrong = []
+    for name, kinds in KINDS.items():
+        found = conditions.get(name)
+        if name in conditions and (not isinstance(found, kinds) or isinstance(found, bool)):
+            names = " or ".join(JSON_NAMES[kind] for kind in kinds)
+            wrong.append(f"conditions[{name!r}]: found {found!r}, expected {names}")
+    return wrong
 
 
 def _figure_problems(name: str, found: Any) -> list[str]:
@@ -196,12 +226,16 @@ def headline(result: dict[str, Any], names: Sequence[str]) -> list[str]:
         why = result["parity"].get("why", "the comparison of this run failed")
         return [f"no headline: parity verdict {verdict} ({why})"]
     conditions = result["conditions"]
-    noisy = conditions.get("noisy", [])
+    noisy = {*conditions.get("noisy", []), *noisy_names(result["figures"])}
     lines = []
     for name in names:
         found = result["figures"].get(name)
         if found is not None:
-            mark = "  NOISY: halves differ by more than 3 %" if name in noisy else ""
+            mark = (
+                "  NOISY: halves differ by more than 3 %, or too few samples"
+                if name in noisy
+                else ""
+            )
             lines.append(f"{name}  {found['value']:,g} {found['unit']}{mark}")
     what = f"{conditions['device']}, backend {conditions['backend']}"
     if judged := acceptance_words(conditions["acceptance"]):

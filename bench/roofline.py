@@ -16,8 +16,9 @@ import tyro
 
 from bench.devices import DEVICES, Device
 from bench.floor import KINDS, Work, kind_of, layer_bytes, mean_distinct, step_bytes
+from bench.machine import command_line
 from bench.options import Numbers, see_help
-from bench.projection import project, projection_rows
+from bench.projection import assumption_rows, project, projection_rows
 from bench.published import PUBLISHED, tokens_per_second
 from bench.result import SCHEMA, figure
 from jax_impl.config import ConfigError, ModelConfig
@@ -117,12 +118,13 @@ def roofline(
         "excluded": "exchanges, launches, activations, the drafter's own weights and cache",
     }
     if measured is not None:
-        more, assumptions = project(config, measured, device, options.acceptance_length)
+        asked = {name: getattr(options, name) for name in ("tp", "context", "kv_dtype")}
+        more, assumptions = project(config, measured, device, options.acceptance_length, asked)
         figures |= more
         conditions["projection"] = assumptions
     return {
         "schema": SCHEMA,
-        "command": "python -m bench roofline",
+        "command": command_line(),
         "conditions": conditions,
         "figures": figures,
         "parity": {"verdict": "none", "why": "arithmetic: nothing was run"},
@@ -197,8 +199,10 @@ def tables(result: dict[str, Any]) -> list[tuple[str, list[str], list[Sequence[s
             "PROJECTION from one rank's compute and a model of exchanges, not a measurement "
             f"(backend {result['conditions']['projection']['backend']})"
         )
-        columns = ["", "exchanges ms", "step ms", "tokens/s"]
-        found.append((about, columns, list(projection_rows(figures))))
+        projection = result["conditions"]["projection"]
+        columns = ["", "exchanges ms", "step ms", "tokens/s", ""]
+        found.append((about, columns, list(projection_rows(figures, projection))))
+        found.append(("what the projection assumes", ["", ""], list(assumption_rows(projection))))
     return [
         *found,
         (

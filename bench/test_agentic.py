@@ -135,6 +135,10 @@ def test_the_included_trace_and_bad_ones(tmp_path):
     bad.write_text('{"turns": [{"new": 0, "output": 5, "pause_s": 1}]}\n{"turn": 1}\nx\n')
     with pytest.raises(ValueError, match=r"line 1: expected(.|\n)*line 2(.|\n)*line 3"):
         read_trace(bad)
+    for pause in ("Infinity", "NaN", '"1"', "true", "-1"):
+        bad.write_text(f'{{"turns": [{{"new": 1, "output": 5, "pause_s": {pause}}}]}}\n')
+        with pytest.raises(ValueError, match=r"line 1: expected turns(.|\n)*finite pause_s"):
+            read_trace(bad)
     bad.write_text("\n")
     with pytest.raises(ValueError, match="no session"):
         read_trace(bad)
@@ -144,6 +148,12 @@ def test_bad_conditions_name_the_limit():
     sessions = [[Turn(60, 60, 0.0)]]
     with pytest.raises(ValueError, match=r"the 120 tokens(.|\n)*--users 65(.|\n)*--speed 0"):
         require_agentic(AgenticOptions(context=100, users=65, speed=0.0), sessions)
+    for speed in (float("nan"), float("inf")):
+        with pytest.raises(ValueError, match=r"--speed \w+: expected a finite number"):
+            require_agentic(AgenticOptions(speed=speed), sessions)
+    forced = AgenticOptions(users=33, drafts=1, backend="latency_specialized", seed=2**32)
+    with pytest.raises(ValueError, match=r"--seed(.|\n)*--users 33, --drafts 1(.|\n)*at most 32"):
+        require_agentic(forced, sessions)
 
 
 def test_a_small_run(tmp_path, quick_compile):

@@ -1,10 +1,12 @@
 """Results side by side and as pictures."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from bench.__main__ import main
 from bench.compare import compare, differing, verdicts
-from bench.plots import Named, plot
+from bench.plots import Named, draw_published, draw_rows, draw_steps, plot
 from bench.result import CONDITIONS, figure, write
 
 
@@ -24,7 +26,9 @@ def made(scale=1.0, verdict="passed", **conditions):
     return {
         "schema": "k3-bench-1",
         "command": "python -m bench rank-slice",
-        "conditions": dict.fromkeys(CONDITIONS, "none") | {"noisy": []} | conditions,
+        "conditions": dict.fromkeys(CONDITIONS, "none")
+        | {"versions": {}, "noisy": []}
+        | conditions,
         "figures": curve | floors | decode | kernels | steps,
         "parity": {"verdict": verdict, "why": "x"},
     }
@@ -47,9 +51,20 @@ def test_noise_and_agreement_are_remarked():
 
 
 def test_differing_conditions_are_listed_and_passing_ones_are_not():
-    a = made(shapes={"tp": 16, "rows": [1]}, clocks={"sm": "1980"})["conditions"]
-    b = made(shapes={"tp": 8, "rows": [1]}, clocks={"sm": "1900"})["conditions"]
-    assert list(differing(a, b)) == [("shapes.tp", "16", "8")]
+    a = made(
+        shapes={"tp": 16, "rows": [1]}, clocks={"clocks.sm": "1980 MHz", "power.draw": "355 W"},
+        routing={"rows8": "full spread: 124 experts"}, seconds={"timing": 3.0}, code="commit a",
+    )["conditions"]  # fmt: skip
+    b = made(
+        shapes={"tp": 8, "rows": [1]}, clocks={"clocks.sm": "1200 MHz", "power.draw": "127 W"},
+        routing={"rows8": "NOT full spread: 80 experts"}, seconds={"timing": 4.0}, code="commit b",
+    )["conditions"]  # fmt: skip
+    assert list(differing(a, b)) == [
+        ("clocks.clocks.sm", "1980 MHz", "1200 MHz"),
+        ("shapes.tp", "16", "8"),
+        ("routing.rows8", "full spread: 124 experts", "NOT full spread: 80 experts"),
+        ("code", "commit a", "commit b"),
+    ]
 
 
 def test_no_headline_without_both_verdicts():
@@ -77,6 +92,65 @@ def test_pictures_and_page(tmp_path):
     assert "&lt;b&gt;" in page
     assert "not reproduced here" in page
     assert "us_per_layer.rows64" in page
+
+
+class Axes:
+    """Remembers what is drawn."""
+
+    def __init__(self):
+        self.lines, self.title = {}, ""
+
+    def plot(self, x, y, *, label, color="C0", **_):
+        self.lines[label] = (list(x), list(y), color)
+        return [SimpleNamespace(get_color=lambda: color)]
+
+    def set(self, **names):
+        self.title = names.get("title", self.title)
+
+    def set_xscale(self, *args, **kw):
+        """Takes anything."""
+
+    set_yscale = set_xscale
+
+
+def released(name, distinct=16.0):
+    shapes = {"preset": "k3", "tp": 16, "context": 1024, "kv_dtype": "float8_e4m3fn"}
+    result = made(shapes=shapes, device="NVIDIA H200")
+    result["figures"] |= {
+        "ms_per_step.verify8": figure(11.0, "ms"), "us_per_layer.verify8": figure(120.0, "us"),
+        "distinct_experts.rows1": figure(distinct, "count"),
+    }  # fmt: skip
+    return Named(name, result)
+
+
+def test_steps_stand_beside_their_floor_and_apart_from_published_ones():
+    axes, beside = Axes(), Axes()
+    assert draw_steps(axes, [released("a"), released("b", 15.0)])
+    x, (ms,), first = axes.lines["floor of the step, a"]
+    assert x == [1]
+    # 92 layers of 21.8 us, the dense one, and the head
+    assert 0.0218 * 92 < ms < 2.2
+    _, (fewer,), second = axes.lines["floor of the step, b"]
+    assert fewer < ms
+    assert first != second
+    assert axes.lines["verification, a"][:2] == ([8], [11.0])
+    assert not [label for label in axes.lines if "ublished" in label]
+    assert "COMPUTE ONLY" in axes.title
+    assert draw_published(beside, [])
+    assert "PUBLISHED ELSEWHERE" in beside.title
+    assert beside.lines["specialised"][1][0] == 3.9
+
+
+def test_layers_show_verifications_and_floors_in_other_colours():
+    axes, other = Axes(), made()
+    other["figures"]["floor_us_per_layer.rows8"] = figure(47.0, "us")
+    noisy = made()
+    noisy["figures"]["us_per_layer.rows8"]["samples"] = [90.0, 90.0, 110.0, 110.0]
+    assert draw_rows(axes, [released("a"), Named("b", other), Named("c", noisy)])
+    assert axes.lines["verification, a"][:2] == ([8], [120.0])
+    assert axes.lines["floor, a"][2] != axes.lines["floor, b"][2]
+    assert "floor, c" not in axes.lines  # that of a
+    assert [label for label in axes.lines if "NOISY" in label] == ["c (none, none), NOISY"]
 
 
 def test_what_did_not_pass_is_not_drawn(tmp_path):

@@ -1,13 +1,18 @@
 """`bench decode`: what is refused, ratios of two backends, and a small run with drafts."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from bench.__main__ import main
 from bench.decode import prompts_of, ratios
 from bench.engine_options import DecodeOptions, require_decode
+from bench.engine_setup import plans_of
 from bench.result import figure, read
+from jax_impl.config import RunConfig
+from jax_impl.engine import bucket
+from jax_impl.plan import Plan, StepShape, choose
 
 
 @pytest.mark.parametrize(
@@ -22,11 +27,44 @@ from bench.result import figure, read
         ({"compare": "auto,auto"}, "expected two of"),
         ({"compare": "auto"}, "expected two of"),
         ({"temperature": -1.0}, "expected 0"),
+        ({"seed": -1}, "--seed -1: expected 0 to 4294967295"),
+        (
+            {"batch": 9, "drafts": 7, "backend": "latency_specialized"},
+            "128 rows, and latency_specialized takes at most 64; expected --batch of at most 8",
+        ),
+        ({"batch": 16, "drafts": 4, "compare": "auto,latency_specialized"}, "at most 64"),
     ],
 )
 def test_bad_conditions_name_the_limit(changed, message):
     with pytest.raises(ValueError, match=message):
         require_decode(replace(DecodeOptions(), **changed))
+
+
+def test_every_step_that_is_accepted_for_a_forced_backend_is_served_by_it():
+    asked = replace(DecodeOptions(), backend="latency_specialized", isl=1, osl=100)
+    run = RunConfig(decode_backend="latency_specialized")
+    for drafts in range(8):
+        for batch in range(1, 65):
+            kind = "verify" if drafts else "decode"
+            plan = choose(run, StepShape(kind, bucket(batch), 1 + drafts))
+            try:
+                require_decode(replace(asked, batch=batch, drafts=drafts))
+            except ValueError:
+                assert plan.backend == "auto", (batch, drafts)
+            else:
+                assert plan.backend == "latency_specialized", (batch, drafts)
+
+
+def test_steps_on_another_backend_than_the_label_are_no_result():
+    prefill, other = Plan("auto", "prefill"), Plan("auto", "128 rows, kernels take at most 64")
+    mine = Plan("latency_specialized", "decode, 8 rows")
+    assert plans_of(SimpleNamespace(plans={prefill: 2, mine: 5}), mine.backend) == {
+        "auto: prefill": 2, "latency_specialized: decode, 8 rows": 5,
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="3 decode step"):
+        plans_of(SimpleNamespace(plans={prefill: 2, mine: 5, other: 3}), mine.backend)
+    # the standard path at weights that are laid out for the kernels
+    assert plans_of(SimpleNamespace(plans={mine: 5}), "auto") == {"auto: as configured": 5}
 
 
 def test_all_bad_conditions_are_listed():

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from bench.decode_metrics import Group, Served, Step, decode_figures, percentile
+from bench.result import noisy_names
 from bench.serve import serve_group
 
 
@@ -119,3 +120,15 @@ def test_samples_are_one_per_run():
     found = decode_figures([[g] for g in groups], running=1)
     assert found["step_ms"]["samples"] == pytest.approx([100.0, 200.0])
     assert found["step_ms"]["value"] == pytest.approx(150.0)
+
+
+def test_what_is_derived_from_noisy_steps_is_noisy_too():
+    runs = [[run(FakeEngine(length=2, step=step), tokens=21)] for step in (0.01, 0.01, 0.02, 0.02)]
+    found = decode_figures(runs, running=1)
+    noisy = noisy_names(found)
+    for name in ("step_ms", "rounds_tokens_s", "user_tokens_s.p90", "itl_ms.p50", "tpot_ms"):
+        assert name in noisy, name
+        assert len(found[name]["samples"]) == 4
+    assert "accepted_length" not in noisy
+    unmarked = [n for n, f in found.items() if f["samples"] is None and f["unit"] != "count"]
+    assert unmarked == []

@@ -1,18 +1,20 @@
 """Activities of traces: what is counted, to which stage it belongs, and a small run."""
 
+import os
 from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from bench import layers, timeline
 from bench.__main__ import main
 from bench.activities import Activity, busy_us, leaves, record, stages_of
 from bench.floor import Work, layer_bytes
 from bench.layers import layer_figures, stage_bytes
 from bench.layers_options import LayersOptions, require_layers
 from bench.rank_slice import load_config
-from bench.result import read
+from bench.result import CONDITIONS, read
 from bench.timeline import draw_timeline
 from jax_impl.memory import MemorySettings
 
@@ -111,12 +113,36 @@ def test_a_traced_call_is_read_with_its_stages(tmp_path):
     assert (tmp_path / "pictures" / "t.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_the_result_is_there_before_the_picture_is_drawn(tmp_path, monkeypatch, capsys):
+    result = {
+        "schema": "k3-bench-1", "command": "python -m bench layers",
+        "conditions": dict.fromkeys(CONDITIONS, "none") | {"versions": {}, "noisy": []},
+        "figures": {}, "parity": {"verdict": "passed"},
+    }  # fmt: skip
+    out = tmp_path / "l.json"
+
+    def broken(*_):
+        assert read(out) == result
+        raise OSError("disk full")
+
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")  # the command changes both
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+    monkeypatch.setattr(layers, "run_layers", lambda o: (result, {}))
+    monkeypatch.setattr(timeline, "draw_timeline", broken)
+    command = ["layers", "--picture", str(tmp_path / "l.png"), "--json", str(out)]
+    assert main(command) == 2
+    assert "disk full" in capsys.readouterr().err
+    assert read(out) == result
+
+
 def test_a_small_run(tmp_path, quick_compile):
     out, picture, traces = tmp_path / "l.json", tmp_path / "l.png", tmp_path / "traces"
     command = "layers --preset tiny --tp 2 --rows 2 --context 64 --repeats 2"
     files = ["--json", str(out), "--picture", str(picture), "--perfetto", str(traces)]
     assert main([*command.split(), *files]) == 0
-    figures = read(out)["figures"]
+    found = read(out)
+    figures = found["figures"]
+    assert "distinct experts per layer" in found["conditions"]["routing"]
     for kind in ("kda", "mla"):
         for stage in ("attention", "attn_in", "attn_out", "route", "experts", "moe_out"):
             assert figures[f"auto.{kind}.{stage}.us"]["value"] > 0, (kind, stage)

@@ -4,10 +4,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from bench import ops
 from bench.__main__ import main
-from bench.ops import chosen, judge, run_case
+from bench.devices import DEVICES
+from bench.ops import chosen, judge, parity_of, run_case
 from bench.ops_options import OpsOptions
 from bench.ops_problem import Problem, stack_depth
+from bench.ops_standard import run_standard
+from bench.result import read
 
 
 def problem(error=0.0, standard=1e-3):
@@ -29,7 +33,9 @@ def times(problem, repeats):
 
 
 def test_kernels_of_a_call_are_summed_and_others_kept_apart():
-    figures, parity = run_case("x", problem(), OpsOptions(repeats=2, replays=3), times)
+    figures, parity = run_case(
+        "x", problem(), OpsOptions(repeats=2, replays=3), DEVICES["H200"], times
+    )
     assert figures["x.kernel_us"] == {"value": 20.0, "unit": "us", "samples": [20.0] * 6}
     assert figures["x.other_us"]["value"] == 1.5
     assert figures["x.floor_us"]["value"] == pytest.approx(10.0)
@@ -46,8 +52,64 @@ def test_kernels_of_a_call_are_summed_and_others_kept_apart():
     [(1e-3, 1e-3, True), (3e-3, 1e-3, False), (1e-2, 1e-1, False), (np.nan, 1e-3, False)],
 )
 def test_an_error_beyond_twice_the_standard_paths_fails(error, standard, passed):
-    found = run_case("x", problem(error, standard), OpsOptions(repeats=1, replays=2), times)
+    found = run_case("x", problem(error, standard), OpsOptions(repeats=1, replays=2), None, times)
     assert found[1]["passed"] is passed
+
+
+def test_the_floor_is_that_of_the_device_or_none():
+    def run(device):
+        return run_case("x", problem(), OpsOptions(repeats=1, replays=1), device, times)[0]
+
+    there = run(DEVICES["GB300"])
+    assert there["x.floor_us"]["value"] == pytest.approx(
+        45.5 / DEVICES["GB300"].read_tb_s, rel=1e-5
+    )
+    assert not [n for n in run(None) if "floor" in n]
+
+
+def test_what_is_not_complete_has_not_passed(tmp_path, monkeypatch):
+    assert parity_of([{"passed": True}], 3)["verdict"] == "none"
+    assert parity_of([{"passed": True}], 3)["why"] == "incomplete: 1 of 3 cases"
+    assert parity_of([{"passed": False}], 3)["verdict"] == "failed"
+    assert parity_of([{"passed": True}] * 3, 3)["verdict"] == "passed"
+
+    def stopped():
+        raise KeyboardInterrupt
+
+    out = tmp_path / "ops.json"
+    monkeypatch.setattr(ops, "tiny_cases", lambda: {"a": problem, "b": stopped})
+    with pytest.raises(KeyboardInterrupt):
+        ops.run_ops(OpsOptions(preset="tiny", replays=1), str(out))
+    left = read(out)
+    assert left["parity"]["verdict"] == "none"
+    assert left["conditions"]["cases"] == {"measured": 1, "asked_for": 2}
+
+
+def test_standard_formulas_are_timed_by_the_clock_and_compared():
+    now = [0.0]
+
+    def clock():
+        now[0] += 0.003
+        return now[0]
+
+    figures, parity = run_standard("x", problem(), OpsOptions(repeats=5, replays=2), clock)
+    assert figures == {
+        "x.standard_us": {"value": 1000.0, "unit": "us", "samples": [pytest.approx(1000.0)] * 5}
+    }
+    assert parity["passed"]
+    assert not run_standard("x", problem(standard=1e-2), OpsOptions(replays=1))[1]["passed"]
+
+
+def test_the_small_preset_runs_without_a_gpu(tmp_path, capsys, quick_compile):
+    out = tmp_path / "ops.json"
+    command = ["ops", "--preset", "tiny", "--repeats", "4", "--replays", "2"]
+    assert main([*command, "--json", str(out)]) == 0
+    found = read(out)
+    assert found["parity"]["verdict"] == "passed"
+    assert found["conditions"]["backend"] == "standard formulas"
+    assert found["conditions"]["cases"] == {"measured": 5, "asked_for": 5}
+    assert all(n.endswith(".standard_us") for n in found["figures"])
+    assert "NO KERNEL RAN" in capsys.readouterr().out
 
 
 def test_replays_that_differ_fail():

@@ -6,7 +6,14 @@ import pytest
 
 from bench.__main__ import main
 from bench.devices import DEVICES
-from bench.projection import EXCHANGES, compute_ms, exchange_us, exchanges, project
+from bench.projection import (
+    EXCHANGES,
+    compute_ms,
+    exchange_us,
+    exchanges,
+    project,
+    projection_rows,
+)
 from bench.result import CONDITIONS, ResultError, figure, write
 from bench.roofline import RELEASED
 from jax_impl.config import ModelConfig
@@ -17,9 +24,12 @@ def k3():
     return ModelConfig.load(RELEASED)
 
 
+ASKED = {"tp": 16, "context": 1024, "kv_dtype": "float8_e4m3fn"}
+
+
 def made(**changed):
     shapes = {
-        "preset": "k3", "tp": 16,
+        "preset": "k3", "tp": 16, "context": 1024, "kv_dtype": "float8_e4m3fn",
         "cases": {
             "rows8": {"sequences": 8, "rows_each": 1},
             "verify8": {"sequences": 1, "rows_each": 8},
@@ -32,7 +42,13 @@ def made(**changed):
             ("us_per_layer", 100.0), ("us_per_step.moe8", 1100.0), ("us_per_step.moe20", 2300.0),
         )
     }  # fmt: skip
-    given = {"device": "NVIDIA H200", "shapes": shapes, "backend": "auto", "noisy": []}
+    given = {
+        "device": "NVIDIA H200",
+        "shapes": shapes,
+        "backend": "auto",
+        "versions": {},
+        "noisy": [],
+    }
     return {
         "schema": "k3-bench-1",
         "command": "python -m bench rank-slice",
@@ -50,6 +66,32 @@ def test_a_whole_step_from_two_depths():
     assert compute_ms(whole, "rows8", 92) == (9.0, "whole step measured")
     with pytest.raises(ResultError, match="rows9"):
         compute_ms(made(), "rows9", 92)
+
+
+def test_a_noisy_source_is_named():
+    noisy = made()
+    noisy["figures"]["us_per_layer.rows8"]["samples"] = [90.0, 90.0, 110.0, 110.0]
+    assert "NOISY source: us_per_layer.rows8" in compute_ms(noisy, "rows8", 92)[1]
+    assert "NOISY" not in compute_ms(noisy, "verify8", 92)[1]
+    about = {"compute": {"rows8": compute_ms(noisy, "rows8", 92)[1]}}
+    shown = {
+        f"projected.{name}.rows8.nccl.H200": figure(1.0, "ms")
+        for name in ("step_ms", "exchange_ms")
+    }
+    assert projection_rows(shown, about)[0][4] == "NOISY source"
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"tp": 8}, "tp: measured with 16, expected --tp 8"),
+        ({"context": 131072}, "context: measured with 1024, expected --context 131072"),
+        ({"kv_dtype": "bfloat16"}, "expected --kv-dtype bfloat16"),
+    ],
+)
+def test_a_slice_of_other_shapes_is_refused(k3, asked, message):
+    with pytest.raises(ResultError, match=message):
+        project(k3, made(), DEVICES["GB300"], None, ASKED | asked)
 
 
 def test_exchanges_of_a_step(k3):
@@ -75,7 +117,7 @@ def test_time_of_an_exchange():
 
 
 def test_the_step_is_compute_and_exchanges(k3):
-    figures, about = project(k3, made(), DEVICES["GB300"], 6.0)
+    figures, about = project(k3, made(), DEVICES["GB300"], 6.0, ASKED)
     own = figures["projected.step_ms.rows8.in_kernel.H200"]["value"]
     wire = figures["projected.exchange_ms.rows8.in_kernel.H200"]["value"]
     assert own == pytest.approx(9.5 + wire, rel=1e-5)
@@ -99,7 +141,7 @@ def test_the_step_is_compute_and_exchanges(k3):
 )
 def test_what_cannot_be_projected_from_is_refused(k3, changed, message):
     with pytest.raises(ResultError, match=message):
-        project(k3, made(**changed), DEVICES["GB300"], None)
+        project(k3, made(**changed), DEVICES["GB300"], None, ASKED)
 
 
 def test_the_command_labels_projection_and_published(tmp_path, capsys):
@@ -108,6 +150,12 @@ def test_the_command_labels_projection_and_published(tmp_path, capsys):
     assert main(["roofline", "--rows", "8", "--project", str(source), "--json", str(out)]) == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "PROJECTION from one rank's compute" in printed
+    for part in (
+        "what the projection assumes", "compute scales with the fixed read bandwidth",
+        "1.9 us latency; all-reduce", "12.2 us latency; one psum", "H200 450 GB/s, GB300 900 GB/s",
+        "92 layers with experts of 100.0 us", "waiting for slower ranks", "374",
+    ):  # fmt: skip
+        assert part in printed, part
     assert "published elsewhere, not reproduced here" in printed
     found = json.loads(out.read_text())
     assert found["conditions"]["projection"]["exchanges_per_step"] == 374

@@ -13,8 +13,9 @@ from bench.__main__ import main
 from bench.random_weights import fill_all, random_weights
 from bench.rank_slice import load_config, prepare
 from bench.rank_slice_options import SliceOptions
-from bench.rank_slice_report import figures_of, in_ratio
+from bench.rank_slice_report import figures_of, how_layers_run, in_ratio
 from bench.result import read
+from jax_impl.backend import AUTO, LATENCY_SPECIALIZED
 from jax_impl.binding import bind
 from jax_impl.collectives import Ranks
 from jax_impl.config import ConfigError, RunConfig
@@ -78,9 +79,21 @@ def test_figures_from_samples():
     assert found["us_per_layer_dispatched.rows1"]["value"] == 80.0
     assert found["us_per_step.moe8.rows1"]["value"] == 621.5
     assert found["distinct_experts.rows1"]["value"] == 16.0
+    # the median of the paired differences, on which noise is judged too
+    uneven = samples | {"moe8": [620.0, 721.0, 642.0, 623.0]}
+    layer = figures_of(setting, setting.cases[0], uneven, [16.0])["us_per_layer.rows1"]
+    assert layer == {"value": 72.5, "unit": "us", "samples": [70.0, 95.0, 75.0, 70.0]}
     size = found["bytes_per_layer.rows1"]["value"]
     assert found["gb_s.rows1"]["value"] == pytest.approx(size / 70.0 / 1e3, rel=1e-5)
     assert "ms_per_step.rows1" not in found  # no depth is the whole model
+
+
+def test_conditions_say_which_layers_were_one_loop():
+    whole = load_config("k3")
+    assert how_layers_run(whole, LATENCY_SPECIALIZED) == "layers 12..83 as one loop of 6 x 12"
+    assert how_layers_run(whole, AUTO) == "unrolled"
+    eight = slice_model.with_moe_layers(whole, 8)
+    assert how_layers_run(eight, LATENCY_SPECIALIZED) == "unrolled"
 
 
 def test_every_layer_has_weights_of_its_own_in_the_loaders_shapes():

@@ -17,6 +17,7 @@ processes must take the same turn next, and their clocks differ: the first one's
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -88,11 +89,15 @@ def read_trace(path: str | Path) -> list[list[Turn]]:
             continue
         turns = sessions[-1]
         sound = turns and all(
-            type(t.new) is type(t.output) is int and t.new >= 1 and t.output >= 2 and t.pause_s >= 0
+            type(t.new) is type(t.output) is int and t.new >= 1 and t.output >= 2
+            and type(t.pause_s) in (int, float) and 0 <= t.pause_s < math.inf
             for t in turns
-        )
+        )  # fmt: skip
         if not sound:
-            problems.append(f"line {number}: expected turns with new >= 1, output >= 2, pause >= 0")
+            problems.append(
+                f"line {number}: expected turns with whole numbers new >= 1 and output >= 2, and a "
+                "finite pause_s >= 0"
+            )
     if not sessions and not problems:
         problems.append("no session in it")
     if problems:

@@ -53,11 +53,11 @@ class Output:
     def deliver(
         self, result: Any, title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]
     ) -> None:
-        """The table for people, and the result for machines."""
-        if self.talks:
-            print_table(title, columns, rows)
+        """The result for machines, and then the table for people."""
         if self.json is not None:
             write_json(self.json, result)
+        if self.talks:
+            print_table(title, columns, rows)
 
 
 SHOWN = Output()
