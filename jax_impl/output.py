@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import sys
 import tempfile
 import time
@@ -109,11 +110,12 @@ def run_command(
 
 def _nobody_reads() -> bool:
     """Whether it is standard output that broke, and not a connection of the work."""
+    watched = select.poll()
     try:
-        sys.stdout.flush()
-    except BrokenPipeError:
-        return True
-    return False
+        watched.register(sys.stdout.fileno(), 0)  # an error is told without being asked for
+    except (OSError, ValueError):  # not a file
+        return False
+    return any(event & select.POLLERR for _, event in watched.poll(0))
 
 
 def version_line(program: str) -> str:

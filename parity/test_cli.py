@@ -122,7 +122,7 @@ def test_forced_rates_are_labelled_wherever_they_are_shown(tmp_path, capsys):
         (("--prompt-ids", "1", "--steps", "0"), "expected at least 1"),
         (("--prompt-ids", "1", "--steps", "9999"), "the model limit is 4096"),
         (("--prompt-ids", "1", "--backend", "latency_specialized"), "need an NVIDIA GPU"),
-        (("--prompt-ids", "1", "--page-size", "0"), "page_size: found 0"),
+        (("--prompt-ids", "1", "--page-size", "0"), "--page-size: found 0"),
         (("--prompt-ids", "1", "--seed", "-1"), "seed -1: expected 0.."),
     ],
 )
