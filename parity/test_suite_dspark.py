@@ -291,8 +291,9 @@ CLEAR, TIE = [0.3, 9e-3], [0.3, 7e-3]
 def truth_of(logits, gaps=CLEAR, **changes):
     """Exact arithmetic that agrees with bf16, with experts in layers 1 and 4."""
     logits, chosen = np.array(logits, float), np.array([[[2, 3], [0, 6]]] * len(logits))
-    gaps = np.array([gaps] * len(logits))
-    truth = Truth(logits, gaps, chosen, [1, 4], logits.copy(), gaps.copy(), chosen.copy(), [])
+    gaps, edges = np.array([gaps] * len(logits)), np.array([[[3, 5], [6, 7]]] * len(logits))
+    bf16 = logits.copy(), gaps.copy(), chosen.copy()
+    truth = Truth(logits, gaps, chosen, edges, [1, 4], *bf16, [])
     return truth._replace(**changes)
 
 
@@ -307,11 +308,13 @@ def judged(logits, ids, gaps, **changes):
 def test_every_differing_row_needs_a_reason():
     far, near = [0.0, 5.0, 2.0], [0.0, 5.0, 4.0]
     assert judged([near], [2], CLEAR).passed  # small deficit
-    explained = judged([far], [2], TIE)
-    assert explained.passed
-    assert "row 0: 3, near-tie in layer 4 (gap 7.0e-03, 1.75 of its noise)" in explained.note
-    other = judged([far], [2], TIE, other_choice=lambda row, place: np.array([0.0, 3.0, 2.5]))
-    assert "decided otherwise: 0.5)" in other.note
+    alone = judged([far], [2], TIE)  # a near-tie of which nobody knows what it can do
+    assert not alone.passed
+    tie = "row 0: 3, near-tie in layer 4 (experts 6 and 7, gap 7.0e-03, 1.75 of its noise)"
+    assert tie in alone.note
+    other = judged([far], [2], TIE, other_choice=lambda row, places: np.array([0.0, 3.0, 2.5]))
+    assert other.passed
+    assert "decided otherwise: the recorded token 0.5 below the best, ours 0" in other.note
     for wrong in (judged([far], [2], CLEAR), judged([near, far], [2, 2], CLEAR)):
         assert not wrong.passed and wrong.value == 3.0 / NOISE.logit
         assert "3 (UNEXPLAINED)" in wrong.note and wrong.note.count("UNEXPLAINED") == 1
@@ -362,7 +365,7 @@ def test_equal_best_tokens_are_held_against_the_median_draw():
     for count, fine in ((8, True), (9, False)):
         (found,) = best_tokens(where, record, {text.key: wrong(count)}, {text.key: truth})
         assert found.passed is fine and f"{100 - count} of 100 equal" in found.note
-        assert "98, 95, 91" in found.note
+        assert "98 on 1, 95 on 2, 91 on 4 thread(s)" in found.note
 
 
 @pytest.mark.parametrize("checkpoint", [None, {"preset": "vast", "seed": 1}, {"preset": "tiny"}])
