@@ -24,7 +24,7 @@ from bench.options import see_help
 from bench.result import SCHEMA, figure, noisy_names
 from bench.serve import serve_group
 from bench.traffic import Turn, TurnServed, longest, read_trace, replay
-from jax_impl.engine import BATCH_BUCKETS, bucket
+from jax_impl.plan import BATCH_BUCKETS, bucket
 from jax_impl.problems import listed
 from jax_impl.processes import COMPILING, report
 from jax_impl.progress import activity, count_bar

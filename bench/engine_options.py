@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Literal
 
 from bench.options import see_help, seed_problems
-from jax_impl.plan import MAX_ROWS
+from jax_impl.plan import BATCH_BUCKETS, MAX_ROWS, bucket
 from jax_impl.problems import listed
 
 BACKENDS = ("auto", "latency_specialized")
@@ -95,21 +95,16 @@ class DecodeOptions(EngineOptions):
         return self.isl + self.osl + (self.drafts + 1 if self.drafts else 0)
 
 
-def padded(sequences: int) -> int:
-    """Sequences of a step with its pad rows: steps are compiled for powers of two."""
-    return 1 << (sequences - 1).bit_length()
-
-
 def rows_problems(name: str, sequences: int, drafts: int, backends: tuple[str, ...]) -> list[str]:
     """Why steps of so many sequences would not all run on a forced backend."""
-    rows = padded(sequences) * (1 + drafts) if sequences > 0 else 0
+    rows = bucket(sequences) * (1 + drafts)
     if "latency_specialized" not in backends or rows <= MAX_ROWS:
         return []
-    most = MAX_ROWS // (1 + drafts)
+    most = max((b for b in BATCH_BUCKETS if b * (1 + drafts) <= MAX_ROWS), default=1)
     return [
-        f"--{name} {sequences}, --drafts {drafts}: steps of {padded(sequences)} sequences (a power "
+        f"--{name} {sequences}, --drafts {drafts}: steps of {bucket(sequences)} sequences (a power "
         f"of two) with {1 + drafts} row(s) each are {rows} rows, and latency_specialized takes at "
-        f"most {MAX_ROWS}; expected --{name} of at most {1 << (most.bit_length() - 1)}"
+        f"most {MAX_ROWS}; expected --{name} of at most {most}"
     ]
 
 

@@ -8,7 +8,8 @@ from typing import Literal
 
 from bench.engine_options import BACKENDS
 from bench.options import see_help
-from bench.rank_slice_options import MAX_ROWS, Sizes, SliceOptions, option_problems
+from bench.rank_slice_options import Sizes, SliceOptions, option_problems
+from jax_impl.plan import MAX_ROWS
 from jax_impl.problems import listed
 
 

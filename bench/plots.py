@@ -14,17 +14,11 @@ from typing import Any
 from bench.devices import find
 from bench.floor import Work, step_bytes
 from bench.published import PUBLISHED
-from bench.result import noisy_names
+from bench.result import all_noisy
 from bench.roofline import RELEASED
 from jax_impl.config import ModelConfig
 from jax_impl.memory import MemorySettings
 
-ROWS = re.compile(r"us_per_layer\.rows(\d+)$")
-STEP = re.compile(r"ms_per_step\.rows(\d+)$")
-VERIFY = re.compile(r"us_per_layer\.verify(\d+)$")
-VERIFY_STEP = re.compile(r"ms_per_step\.verify(\d+)$")
-LAYERS = re.compile(r"us_per_layer\.(rows|verify)\d+$")
-STEPS = re.compile(r"ms_per_step\.(rows|verify)\d+$")
 FLOORS = ("dimgray", "tab:brown", "darkkhaki", "black")  # of floors that differ
 BAR = re.compile(r"(.+)\.kernel_us$")
 MOST_BARS = 40
@@ -45,8 +39,8 @@ class Named:
 
     def label(self, pattern: re.Pattern[str]) -> str:
         """The title, and whether a figure that is drawn, of a matching name, is noisy."""
-        noisy = {*self.result["conditions"].get("noisy", []), *noisy_names(self.result["figures"])}
-        return self.title + (", NOISY" if any(map(pattern.match, noisy)) else "")
+        noisy = any(map(pattern.match, all_noisy(self.result)))
+        return self.title + (", NOISY" if noisy else "")
 
     def value(self, name: str) -> float | None:
         """Of a figure; None if the result has none of this name."""
@@ -65,51 +59,53 @@ def _rows_axes(axes: Any, what: str) -> None:
     axes.set_yscale("log")
 
 
-def draw_rows(axes: Any, results: list[Named]) -> bool:
-    """Time of a layer against rows, with the floors; a verification as a point of its own."""
+Floors = Callable[[Named, list[int]], list[tuple[int, float]]]
+
+
+def _draw_curves(
+    axes: Any, results: list[Named], figure: str, floor: str, floors_of: Floors, **style: Any
+) -> bool:
+    """A figure against rows, verifications as points of their own, and every floor once."""
     drawn, floors = False, []
     for named in results:
-        points = _curve(named, ROWS)
+        points = _curve(named, re.compile(rf"{figure}\.rows(\d+)$"))
         if not points:
             continue
         drawn = True
-        lines = axes.plot(*zip(*points, strict=True), marker="o", label=named.label(LAYERS))
-        verify = _curve(named, VERIFY)
+        label = named.label(re.compile(rf"{figure}\.(rows|verify)\d+$"))
+        lines = axes.plot(*zip(*points, strict=True), marker="o", label=label)
+        verify = _curve(named, re.compile(rf"{figure}\.verify(\d+)$"))
         if verify:
-            style = {"marker": "D", "linestyle": "", "color": lines[0].get_color()}
-            axes.plot(*zip(*verify, strict=True), label=f"verification, {named.name}", **style)
-        floor = [(n, named.value(f"floor_us_per_layer.rows{n}")) for n, _ in points]
-        known = tuple((n, v) for n, v in floor if v is not None)
+            same = {"marker": "D", "linestyle": "", "color": lines[0].get_color()}
+            axes.plot(*zip(*verify, strict=True), label=f"verification, {named.name}", **same)
+        known = floors_of(named, [n for n, _ in points])
         if known and known not in floors:
-            style = {"linestyle": "--", "color": FLOORS[len(floors) % len(FLOORS)]}
+            color = FLOORS[len(floors) % len(FLOORS)]
             floors.append(known)
-            axes.plot(*zip(*known, strict=True), label=f"floor, {named.name}", **style)
+            label = f"{floor}, {named.name}"
+            axes.plot(*zip(*known, strict=True), label=label, linestyle="--", color=color, **style)
+    return drawn
+
+
+def draw_rows(axes: Any, results: list[Named]) -> bool:
+    """Time of a layer against rows."""
     axes.set(title="One rank, COMPUTE ONLY: time of a layer with experts")
     _rows_axes(axes, "us per layer")
-    return drawn
+    return _draw_curves(axes, results, "us_per_layer", "floor", layer_floors)
 
 
 def draw_steps(axes: Any, results: list[Named]) -> bool:
-    """Time of a whole step of one rank against rows, with the floor of the whole step."""
-    drawn, floors = False, []
-    for named in results:
-        points = _curve(named, STEP)
-        if not points:
-            continue
-        drawn = True
-        lines = axes.plot(*zip(*points, strict=True), marker="o", label=named.label(STEPS))
-        verify = _curve(named, VERIFY_STEP)
-        if verify:
-            style = {"marker": "D", "linestyle": "", "color": lines[0].get_color()}
-            axes.plot(*zip(*verify, strict=True), label=f"verification, {named.name}", **style)
-        known = step_floors(named, [n for n, _ in points])
-        if known and known not in floors:
-            style = {"linestyle": "--", "marker": "_", "color": FLOORS[len(floors) % len(FLOORS)]}
-            floors.append(known)
-            axes.plot(*zip(*known, strict=True), label=f"floor of the step, {named.name}", **style)
+    """Time of a whole step of one rank against rows."""
     axes.set(title="One rank, COMPUTE ONLY (exchanges looped back): whole step")
     _rows_axes(axes, "ms per step")
-    return drawn
+    label = "floor of the step"
+    return _draw_curves(axes, results, "ms_per_step", label, step_floors, marker="_")
+
+
+def layer_floors(named: Named, rows: list[int]) -> list[tuple[int, float]]:
+    """(rows, us) of a layer's floors that the result has."""
+    found = [(n, named.value(f"floor_us_per_layer.rows{n}")) for n in rows]
+    return [(n, value) for n, value in found if value is not None]
 
 
 def step_floors(named: Named, rows: list[int]) -> list[tuple[int, float]]:

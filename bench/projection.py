@@ -21,7 +21,7 @@ from typing import Any
 from bench.devices import DEVICES, Device, find
 from bench.floor import kind_of
 from bench.published import tokens_per_second
-from bench.result import ResultError, figure, noisy_names
+from bench.result import ResultError, all_noisy, figure
 from jax_impl.config import ModelConfig
 from jax_impl.problems import listed
 
@@ -116,7 +116,7 @@ def compute_ms(result: dict[str, Any], case: str, layers: int) -> tuple[float, s
 
 def _noise(result: dict[str, Any], *names: str) -> str:
     """A remark about those of the figures that are noisy."""
-    noisy = {*result["conditions"].get("noisy", []), *noisy_names(result["figures"])}
+    noisy = all_noisy(result)
     found = [n for n in names if n in noisy]
     return f"; {NOISY_SOURCE}: {', '.join(found)}" if found else ""
 

@@ -279,14 +279,14 @@ def run_rank_slice(o: SliceOptions, argv: list[str] | None = None) -> dict[str, 
     with stage("routing and parity", took):
         distinct = {p.case.name: routing(setting, runner, p) for p in programs}
         apart = {k: v for p in programs for k, v in distances(p, runner).items()}
-    idle = machine = describe_machine()
+    machine = describe_machine()
     figures: dict[str, Any] = {}
     with stage("timing", took), count_bar("measuring", len(programs)) as progress:
         for done, p in enumerate(programs, start=1):
             samples = runner.measure(setting, p)
             figures |= figures_of(setting, p.case, samples, distinct[p.case.name])
-            machine = with_clocks_now(idle)
             progress(done)
+    machine = with_clocks_now(machine)
     parity = slice_parity.verdict(setting.static, apart)
     parity |= {"logits_finite_in_every_sample": runner.finite}
     if not runner.finite:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Literal
 
 from bench.options import Numbers, see_help, seed_problems
+from jax_impl.plan import MAX_ROWS
 from jax_impl.problems import listed
 
-MAX_ROWS = 64
 Sizes = Literal["k3", "tiny", "tp16"]
 
 

@@ -18,7 +18,7 @@ from bench.slice_model import Case
 from jax_impl.backend import Backend
 from jax_impl.config import ModelConfig
 from jax_impl.memory import MemorySettings
-from jax_impl.model import repeated
+from jax_impl.model import loop_of
 
 if TYPE_CHECKING:
     from bench.rank_slice import Setting
@@ -88,9 +88,10 @@ def routing_words(config: ModelConfig, case: Case, distinct: float) -> str:
 
 def how_layers_run(config: ModelConfig, backend: Backend) -> str:
     """Which layers of a timed program are one loop, as `jax_impl.model.forward` traces them."""
-    first, period, turns = repeated(config)
-    if not (backend.whole_stacks and turns > 1):
+    again = loop_of(config, backend)
+    if again is None:
         return "unrolled"
+    first, period, turns = again
     return f"layers {first}..{first + period * turns - 1} as one loop of {turns} x {period}"
 
 

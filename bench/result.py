@@ -91,6 +91,11 @@ def noisy_names(figures: dict[str, dict[str, Any]]) -> list[str]:
     ]
 
 
+def all_noisy(result: dict[str, Any]) -> set[str]:
+    """Noisy figures of a result, whether or not it lists them itself."""
+    return {*result["conditions"].get("noisy", []), *noisy_names(result["figures"])}
+
+
 def problems(result: Any) -> list[str]:
     """What keeps `result` from having the published form; empty if nothing does."""
     if not isinstance(result, dict) or set(result) != set(KEYS):
@@ -226,16 +231,12 @@ def headline(result: dict[str, Any], names: Sequence[str]) -> list[str]:
         why = result["parity"].get("why", "the comparison of this run failed")
         return [f"no headline: parity verdict {verdict} ({why})"]
     conditions = result["conditions"]
-    noisy = {*conditions.get("noisy", []), *noisy_names(result["figures"])}
+    noisy = all_noisy(result)
     lines = []
     for name in names:
         found = result["figures"].get(name)
         if found is not None:
-            mark = (
-                "  NOISY: halves differ by more than 3 %, or too few samples"
-                if name in noisy
-                else ""
-            )
+            mark = f"  {NOISY}" if name in noisy else ""
             lines.append(f"{name}  {found['value']:,g} {found['unit']}{mark}")
     what = f"{conditions['device']}, backend {conditions['backend']}"
     if judged := acceptance_words(conditions["acceptance"]):

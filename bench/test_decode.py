@@ -11,8 +11,7 @@ from bench.engine_options import DecodeOptions, require_decode
 from bench.engine_setup import plans_of
 from bench.result import figure, read
 from jax_impl.config import RunConfig
-from jax_impl.engine import bucket
-from jax_impl.plan import Plan, StepShape, choose
+from jax_impl.plan import Plan, StepShape, bucket, choose
 
 
 @pytest.mark.parametrize(

@@ -176,6 +176,14 @@ def is_draft(path: str | Path) -> bool:
     return isinstance(raw, dict) and raw.get("model_type") == "k3_dspark"
 
 
+def exchanged(target: str | Path, draft: str | Path) -> str:
+    """What to say of a drafter given as the target, with something else in `--draft`."""
+    return (
+        f"found a drafter in {target} and none in --draft {draft}, expected the target first and "
+        "its drafter in --draft; exchange the two"
+    )
+
+
 class Reader:
     """Open shard files of one checkpoint."""
 

@@ -41,7 +41,7 @@ from jax_impl.prepared import (
     sha256,
     verify,
 )
-from jax_impl.problems import checkpoint_around
+from jax_impl.problems import inside_input
 from jax_impl.progress import byte_bar
 from jax_impl.value_checks import value_check
 
@@ -179,11 +179,8 @@ def _sample(checkpoint: Checkpoint) -> str:
 
 def _refuse_other(checkpoint: Checkpoint, out: Path, state: dict[str, Any]) -> None:
     """Refuse a directory that holds anything but an unfinished conversion of this checkpoint."""
-    if (around := checkpoint_around(out)) is not None:
-        raise CheckpointError(
-            f"{out}: found inside {around}, which is input; expected a place outside of "
-            "checkpoints and recordings. Choose another place."
-        )
+    if problem := inside_input(out):
+        raise CheckpointError(f"{problem}. Choose another place.")
     if not out.exists() or (out.is_dir() and not any(out.iterdir())):
         return
     elsewhere = "Remove it or choose another place."

@@ -14,7 +14,7 @@ from jax_impl.cache import Cache, StepInputs, StepOutputs
 from jax_impl.config import ModelConfig, RunConfig
 from jax_impl.draft_config import DraftConfig
 from jax_impl.params import Weights
-from jax_impl.plan import Kind, Plan, StepShape, choose
+from jax_impl.plan import BATCH_BUCKETS, Kind, Plan, StepShape, bucket, choose
 from jax_impl.problems import listed
 from jax_impl.sampling_config import Sampling
 from jax_impl.sequences import Sequence, step_inputs
@@ -27,8 +27,6 @@ from jax_impl.sharding import (
 )
 from jax_impl.static import Static
 from jax_impl.step import build_step
-
-BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64)
 
 
 class EngineError(ValueError):
@@ -335,11 +333,6 @@ def _is_id(value: Any, vocabulary: int) -> bool:
         return not isinstance(value, bool) and 0 <= operator.index(value) < vocabulary
     except TypeError:
         return False
-
-
-def bucket(sequences: int) -> int:
-    """The smallest batch that holds so many sequences."""
-    return next(b for b in BATCH_BUCKETS if b >= sequences)
 
 
 def describe_device() -> str:

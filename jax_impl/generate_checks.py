@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from jax_impl.acceptance_config import Acceptance, parse_rates
-from jax_impl.checkpoint import Checkpoint, is_draft
+from jax_impl.checkpoint import Checkpoint, exchanged, is_draft
 from jax_impl.config import ConfigError, ModelConfig, RunConfig
 from jax_impl.draft_config import DraftConfig
 from jax_impl.draft_weights import open_draft
@@ -53,12 +53,7 @@ def require(path: Path, prompt: str, options: GenerateOptions) -> Asked:
         place = options.draft
         draft = _tried(failed, lambda: open_draft(place))
         if checkpoint is None and draft is None and is_draft(path) and not is_draft(place):
-            failed.append(
-                ConfigError(
-                    f"found a drafter in {path} and none in --draft {place}, expected the target "
-                    "first and its drafter in --draft; exchange the two"
-                )
-            )
+            failed.append(ConfigError(exchanged(path, place)))
     ids = _tried(failed, lambda: _ids(prompt))
     run = _tried(failed, lambda: _run_config(options))
     problems = _option_problems(options)

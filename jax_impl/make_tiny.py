@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from safetensors.numpy import save_file
 
-from jax_impl.problems import checkpoint_around
+from jax_impl.problems import inside_input
 from jax_impl.tiny_presets import (
     PRESETS,
     DraftSizes,
@@ -323,11 +323,8 @@ def make_checkpoint(
             f"{directory} is {what}; expected an absent or empty directory; "
             "remove it or choose another place"
         )
-    if (around := checkpoint_around(directory)) is not None:
-        raise ValueError(
-            f"{directory}: found inside {around}, which is input; expected a place outside of "
-            "checkpoints and recordings; choose another place"
-        )
+    if problem := inside_input(directory):
+        raise ValueError(f"{problem}; choose another place")
     made = plan(preset, shards=shards, overrides=overrides)
     parent = directory.absolute().parent
     try:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jax_impl import memory as estimates
-from jax_impl.checkpoint import is_draft
+from jax_impl.checkpoint import exchanged, is_draft
 from jax_impl.config import ConfigError, ModelConfig
 from jax_impl.draft_config import MAX_DRAFTS
 from jax_impl.problems import listed
@@ -72,10 +72,7 @@ def _require(checkpoint: Path, o: MemoryOptions) -> ModelConfig:
     except ConfigError as error:
         problems.append(f"--draft: {error}")
     if config is None and drafter is None and o.draft is not None and is_draft(checkpoint):
-        problems.append(
-            f"found a drafter in {checkpoint} and none in --draft {o.draft}, expected the target "
-            "first and its drafter in --draft; exchange the two"
-        )
+        problems.append(exchanged(checkpoint, o.draft))
     wrong = _option_problems(o, config)
     if len(problems) == 1 and config is None and not wrong:
         raise ConfigError(problems[0])

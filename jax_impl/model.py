@@ -68,6 +68,15 @@ def repeated(config: ModelConfig) -> Repeat:
     return Repeat(first, period, next(t for t in itertools.count() if not alike(t)))
 
 
+def loop_of(config: ModelConfig, backend: Backend) -> Repeat | None:
+    """The layers that run as one loop; None where all are unrolled.
+
+    Only for stages that take whole stacks: a slice at a number known at run time is a copy.
+    """
+    again = repeated(config)
+    return again if backend.whole_stacks and again.turns > 1 else None
+
+
 def layer_weights(
     static: Static,
     weights: Weights,
@@ -193,7 +202,8 @@ def forward(
         commit: False keeps the KDA state as it was; the pending commits come back per KDA layer.
         taps: layers (0-based, ascending) whose output, the un-normalised running sum, is wanted.
     """
-    c, again = static.config, repeated(static.config)
+    c = static.config
+    again = loop_of(c, backend) if record is None else None
     embedded = backend.embed(static, weights.root, inputs)
     bank = jnp.zeros((embedded.shape[0], c.num_snapshots, c.hidden_size), embedded.dtype)
     stream = Stream(embedded, bank, jnp.zeros_like(embedded))
@@ -215,7 +225,7 @@ def forward(
                 record.update({f"layer{layer:02d}.{name}": value for name, value in found.items()})
         return stream, cache, pending, entered
 
-    if record is None and backend.whole_stacks and again.turns > 1:
+    if again is not None:
         stream, cache, pending, entered = _with_loop(again, c.num_hidden_layers, layers, taps)(
             stream, cache
         )
@@ -233,10 +243,7 @@ def forward(
 
 
 def _with_loop(again: Repeat, total: int, layers: Callable, taps: tuple[int, ...]) -> Callable:
-    """`layers` over all of the model, its repeated part as one loop: a program of a third the size.
-
-    Only for stages that take whole stacks: a slice at a number known at run time is a copy.
-    """
+    """`layers` over all of the model, its repeated part a loop: a program of a third the size."""
     first, period, turns = again
     block = range(first, first + period)
     # inputs of layers that somebody wants; in the loop the same ones of every block

@@ -17,7 +17,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from jax_impl.problems import checkpoint_around, is_model_config, refused_by_system
+from jax_impl.problems import OUTSIDE, checkpoint_around, is_model_config, refused_by_system
 from jax_impl.progress import be_quiet
 
 # exit statuses; 0 is success, 1 a result that is bad
@@ -183,8 +183,7 @@ def unwritable(option: str, target: str | Path | None) -> list[str]:
     around, config = checkpoint_around(file), is_model_config(file)
     if around is not None or config:
         what = f"inside {around}, which is input" if around else "the configuration of a model"
-        expected = "expected a place outside of checkpoints and recordings"
-        return [f"{option}: found {file}, {what}; {expected}; {other}"]
+        return [f"{option}: found {file}, {what}; {OUTSIDE}; {other}"]
     if not parent.is_dir():
         return [f"{option}: {parent} is a file, expected a directory; {other}"]
     try:

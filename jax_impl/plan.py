@@ -9,6 +9,7 @@ from jax_impl.config import RunConfig
 
 MAX_ROWS = 64  # rows that the kernels take
 MAX_TOKENS = 8  # of one sequence
+BATCH_BUCKETS = (1, 2, 4, 8, 16, 32, 64)  # sequences of a step, pad rows included
 Kind = Literal["prefill", "decode", "verify"]
 
 
@@ -33,6 +34,11 @@ class Plan:
 
     backend: Literal["auto", "latency_specialized"]
     reason: str
+
+
+def bucket(sequences: int) -> int:
+    """The smallest batch that holds so many sequences."""
+    return next(b for b in BATCH_BUCKETS if b >= sequences)
 
 
 def choose(run: RunConfig, shape: StepShape) -> Plan:

@@ -7,6 +7,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping
+from numbers import Integral
 from pathlib import Path
 from types import MappingProxyType
 
@@ -19,7 +20,13 @@ _SETTING = re.compile(
     r"(?m)^((?: *- )?)(page_size|dcp_interleave|dcp|kv_scale|kv_dtype|profile|compute|commit|"
     r"experts|decode_backend|context|batch|ranks|router|tp)(?=:| [\d\[-])"
 )
+OUTSIDE = "expected a place outside of checkpoints and recordings"
 KINDS = (".json", ".safetensors")  # files of a checkpoint
+
+
+def is_whole(value: object) -> bool:
+    """Whether a value is a whole number by type: no float, no bool."""
+    return isinstance(value, Integral) and not isinstance(value, bool)
 
 
 def listed(title: str, problems: Iterable[str], do: str) -> str:
@@ -70,6 +77,13 @@ def checkpoint_around(path: str | Path) -> Path | None:
     """The checkpoint or recording that a path lies in, where nothing else may be written."""
     parents = Path(path).resolve().parents
     return next((d for d in parents if any(_there(d / name) for name in OF_INPUTS)), None)
+
+
+def inside_input(path: str | Path) -> str | None:
+    """Why nothing may be written at a path that lies in a checkpoint or recording."""
+    if (around := checkpoint_around(path)) is None:
+        return None
+    return f"{path}: found inside {around}, which is input; {OUTSIDE}"
 
 
 def is_model_config(file: Path) -> bool:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
+
+from jax_impl.problems import is_whole
 
 
 @dataclass(frozen=True)
@@ -72,4 +74,4 @@ class Sampling:
 
 
 def _whole(value: Any, bits: int) -> bool:
-    return isinstance(value, Integral) and not isinstance(value, bool) and 0 <= value < 2**bits
+    return is_whole(value) and 0 <= value < 2**bits

@@ -82,11 +82,6 @@ def step_inputs(
         ids[row, : len(known)] = known
         table[row, : len(seq.pages)] = seq.pages
     draws = [s.sampling for s in seqs]
-    limits = (
-        column([d.top_k for d in draws], 0, np.int32),
-        column([d.top_p for d in draws], 1, np.float32),
-        column([d.min_p for d in draws], 0, np.float32),
-    )
     return StepInputs(
         tokens=ids,  # type: ignore[arg-type]
         count=column(counts, 0, np.int32),
@@ -95,7 +90,16 @@ def step_inputs(
         page_table=table,  # type: ignore[arg-type]
         temperature=column([d.temperature for d in draws], 0, np.float32),
         seed=column([d.seed for d in draws], 0, np.uint32),
-        filters=Filters(*limits) if filters else None,
+        filters=filters_of(draws, batch) if filters else None,
+    )
+
+
+def filters_of(draws: Ids[Sampling], rows: int) -> Filters:
+    """Filters [rows] of requests, neutral ones behind them."""
+    return Filters(
+        _column([d.top_k for d in draws], 0, np.int32, rows=rows),
+        _column([d.top_p for d in draws], 1, np.float32, rows=rows),
+        _column([d.min_p for d in draws], 0, np.float32, rows=rows),
     )
 
 

@@ -119,6 +119,15 @@ class Drafts:
     logits: Floats | None = None
 
 
+def require_session(value: object) -> None:
+    """Refuse what is no session.
+
+    Raises:
+        SessionError: it is something else.
+    """
+    require_kind("session", value, Session, "make one with `load` or `make_tiny`")
+
+
 def load(
     path: str | Path,
     draft: str | Path | None = None,
@@ -231,7 +240,7 @@ def replace_config(session: Session, **changes: Any) -> Session:
         ConfigError: values that no model can have; lists all.
         SessionError: unknown fields, or a model whose weights would have other shapes.
     """
-    require_kind("session", session, Session, "make one with `load` or `make_tiny`")
+    require_session(session)
     known = {f.name for f in fields(ModelConfig)}
     if unknown := sorted(set(changes) - known):
         raise SessionError(f"{', '.join(unknown)}: no field of ModelConfig; {sorted(known)}")

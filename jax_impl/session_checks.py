@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import jax
-import numpy as np
 
+from jax_impl.problems import is_whole
 from jax_impl.stages import standard
 
 
@@ -32,11 +32,6 @@ def token_ids(ids: object, what: str = "ids") -> tuple[int, ...]:
     if wrong := [x for x in given if not is_whole(x)]:
         raise SessionError(f"{what}: found {wrong[:5]!r}, {do}")
     return tuple(int(x) for x in given)
-
-
-def is_whole(value: object) -> bool:
-    """Whether a value is a whole number by type: no float, no bool."""
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def require_whole(name: str, value: object, least: int, why: str = "") -> None:

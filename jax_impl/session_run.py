@@ -23,9 +23,19 @@ from jax_impl.draft_weights import DraftWeights
 from jax_impl.drafter import propose, write_context
 from jax_impl.model import forward
 from jax_impl.params import Weights
-from jax_impl.sampling import Filters
 from jax_impl.sampling_config import Sampling
-from jax_impl.session import Drafts, Floats, Pass, Session, SessionError, Stages, State, shapes_of
+from jax_impl.sequences import filters_of
+from jax_impl.session import (
+    Drafts,
+    Floats,
+    Pass,
+    Session,
+    SessionError,
+    Stages,
+    State,
+    require_session,
+    shapes_of,
+)
 from jax_impl.session_checks import require_kind, require_whole, token_ids
 from jax_impl.speculate import verify as verify_step
 from jax_impl.static import DraftStatic, Static
@@ -37,7 +47,7 @@ Record = dict[str, jax.Array]
 
 def new_state(session: Session) -> State:
     """The state before the first token."""
-    require_kind("session", session, Session, "make one with `load` or `make_tiny`")
+    require_session(session)
     config = None if session.draft is None else session.draft[0]
     return State((), 0, make_cache(session.config, session.run, draft=config))
 
@@ -226,7 +236,7 @@ def _parts(session: Session) -> tuple[Settings, tuple[Weights, DraftWeights | No
 
 
 def _require(session: Session, state: State) -> None:
-    require_kind("session", session, Session, "make one with `load` or `make_tiny`")
+    require_session(session)
     require_kind("state", state, State, "a Pass has one as `.state`, `new_state` makes one")
 
 
@@ -276,18 +286,8 @@ def _inputs(
         page_table=jnp.arange(session.run.pages, dtype=jnp.int32)[None],
         temperature=jnp.asarray([sampling.temperature], jnp.float32),
         seed=jnp.asarray([sampling.seed], jnp.uint32),
-        filters=_filters(sampling),
+        filters=filters_of([sampling], 1) if sampling.filters() else None,
         draft_logits=None if logits is None else jnp.asarray(logits)[None],
-    )
-
-
-def _filters(sampling: Sampling) -> Filters | None:
-    if not sampling.filters():
-        return None
-    return Filters(
-        jnp.asarray([sampling.top_k], jnp.int32),
-        jnp.asarray([sampling.top_p], jnp.float32),
-        jnp.asarray([sampling.min_p], jnp.float32),
     )
 
 

@@ -22,8 +22,9 @@ from jax_impl.cache import StepInputs, StepOutputs
 from jax_impl.config import ModelConfig, RunConfig
 from jax_impl.draft_config import DraftConfig
 from jax_impl.draft_weights import DraftWeights
-from jax_impl.engine import Engine, EngineError, bucket
+from jax_impl.engine import Engine, EngineError
 from jax_impl.params import Weights
+from jax_impl.plan import bucket
 from jax_impl.sequences import Sequence
 from jax_impl.sharding import ONE_DEVICE, Placement
 from jax_impl.speculate import build_speculative_prefill, build_speculative_step

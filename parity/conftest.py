@@ -18,6 +18,16 @@ def hears_sigint():
 
 
 @pytest.fixture(scope="session")
+def pair_directory(tmp_path_factory) -> Path:
+    """A KDA layer, an MLA layer that is tapped, and a drafter of two layers; to be read only."""
+    from jax_impl.make_tiny import make_checkpoint
+
+    directory = tmp_path_factory.mktemp("pair") / "tiny"
+    make_checkpoint(directory, "tiny", 0, overrides={"num_hidden_layers": 2})
+    return directory
+
+
+@pytest.fixture(scope="session")
 def golden_dir() -> Path:
     return Path(__file__).parent / "golden"
 

@@ -37,8 +37,9 @@ from jax_impl.session import (
     replace_config,
     replace_run,
     replace_stages,
+    require_session,
 )
-from jax_impl.session_checks import require_kind, require_whole, token_ids
+from jax_impl.session_checks import require_whole, token_ids
 from jax_impl.session_run import draft, feed, greedy, new_state, prefill, step, verify
 from jax_impl.session_view import depth_mixtures, kda_state, latent_rows
 from parity import metrics
@@ -236,7 +237,7 @@ def drift(found: Pass, reference: Reference) -> dict[str, float]:
 
 def _known(session: Session, ids: Sequence[int]) -> tuple[int, ...]:
     """Tokens of one sequence that the session's model knows."""
-    require_kind("session", session, Session, "make one with `load` or `make_tiny`")
+    require_session(session)
     known, last = token_ids(ids), session.config.vocab_size - 1
     if not known:
         raise SessionError("ids: found none, expected at least one token; give some")

@@ -75,14 +75,19 @@ class Models:
         return build_speculative_prefill(self.static, self.draft, AUTO, method, drafts)
 
 
+def load_models(directory: Path, run: RunConfig) -> Models:
+    """A pair as `make_checkpoint` writes it."""
+    config, weights = load((directory / "target").resolve())
+    draft = open_draft(directory / "draft")
+    return Models(config, weights, draft.config, load_draft(draft), run)
+
+
 def make_models(directory: Path) -> Models:
     """Five layers, of which the last is tapped: three KDA, two MLA; bf16."""
     make_checkpoint(directory, "tiny", 0, overrides={"num_hidden_layers": 5})
-    config, weights = load(directory / "target")
-    draft = open_draft(directory / "draft")
-    assert draft.config.target_layer_ids == (1, 4)
-    run = RunConfig(slots=10, pages=B * PAGES + 3, page_size=PAGE)
-    return Models(config, weights, draft.config, load_draft(draft), run)
+    models = load_models(directory, RunConfig(slots=10, pages=B * PAGES + 3, page_size=PAGE))
+    assert models.draft_config.target_layer_ids == (1, 4)
+    return models
 
 
 def inputs_of(tokens, count, position, *, batch=B, pages=PAGES) -> StepInputs:

@@ -13,16 +13,12 @@ from jax_impl.acceptance_config import Acceptance
 from jax_impl.backend import AUTO
 from jax_impl.cli import main
 from jax_impl.config import RunConfig
-from jax_impl.draft_weights import open_draft
 from jax_impl.engine import Engine, EngineError
-from jax_impl.loader import load_draft
-from jax_impl.make_tiny import make_checkpoint
 from jax_impl.sampling import Filters, log_probabilities, token_noise
 from jax_impl.sampling_config import Sampling
 from jax_impl.speculative_engine import SpeculativeEngine, build_waiting_step
 from jax_impl.step import build_step
-from parity.driver import load
-from parity.speculation import Models
+from parity.speculation import Models, load_models
 from parity.test_sharded import run as in_emulated_devices
 
 K = 3
@@ -36,29 +32,19 @@ ALL = {"temperature": 14.0, "top_k": 60, "top_p": 0.8, "min_p": 0.02, "seed": 6}
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory):
-    """A KDA layer, an MLA layer that is tapped, and a drafter of two layers."""
-    directory = tmp_path_factory.mktemp("pair") / "tiny"
-    make_checkpoint(directory, "tiny", 0, overrides={"num_hidden_layers": 2})
-    return directory
+def models(pair_directory) -> Models:
+    return load_models(pair_directory, RUN)
 
 
 @pytest.fixture(scope="module")
-def models(pair) -> Models:
-    config, weights = load((pair / "target").resolve())
-    draft = open_draft(pair / "draft")
-    return Models(config, weights, draft.config, load_draft(draft), RUN)
-
-
-@pytest.fixture(scope="module")
-def rows(pair):
+def rows(pair_directory):
     """Logits that `torch_ref` gives for every generated token of a text."""
     torch = pytest.importorskip("torch")
     from parity.torch_threads import one_thread
     from torch_ref.model import Model
     from torch_ref.numerics import Numerics
 
-    model = Model.load(pair / "target", Numerics(torch.float32, "V"))
+    model = Model.load(pair_directory / "target", Numerics(torch.float32, "V"))
 
     def of(ids, prompt):
         with one_thread():
@@ -155,8 +141,8 @@ def test_a_restricted_target_stays_so_with_drafts(models, rows, method):
     [(), pytest.param(("--draft", "draft", "--drafts", "3"), marks=pytest.mark.slow)],
     ids=["plain", "draft"],
 )
-def test_top_k_of_one_on_the_command_line_is_the_greedy_text(pair, tmp_path, more):
-    more = [str(pair / m) if m == "draft" else m for m in more]
+def test_top_k_of_one_on_the_command_line_is_the_greedy_text(pair_directory, tmp_path, more):
+    more = [str(pair_directory / m) if m == "draft" else m for m in more]
     found = []
     for given in (
         [],
@@ -165,7 +151,8 @@ def test_top_k_of_one_on_the_command_line_is_the_greedy_text(pair, tmp_path, mor
         file = tmp_path / "out.json"
         asked = ["--prompt-ids", "5,17", "--steps", "9", "--compute", "float32", "--ignore-eos"]
         with pytest.raises(SystemExit) as stop:
-            main(["generate", str(pair / "target"), *asked, *more, *given, "--json", str(file)])
+            target = str(pair_directory / "target")
+            main(["generate", target, *asked, *more, *given, "--json", str(file)])
         assert not stop.value.code
         found.append(json.loads(file.read_text()))
     assert found[0]["output_ids"] == found[1]["output_ids"]

@@ -17,13 +17,10 @@ from jax_impl.cli import GenerateOptions
 from jax_impl.config import ConfigError, RunConfig
 from jax_impl.draft_weights import open_draft
 from jax_impl.engine import Engine, EngineError
-from jax_impl.loader import load_draft
-from jax_impl.make_tiny import make_checkpoint
 from jax_impl.sequences import LIMIT, STOP
 from jax_impl.sharding import ONE_DEVICE
 from jax_impl.speculative_engine import SpeculativeEngine, build_waiting_prefill, build_waiting_step
-from parity.driver import load
-from parity.speculation import Models
+from parity.speculation import Models, load_models
 
 K = 3
 CHUNK, CONTEXT = 8, 64
@@ -34,19 +31,9 @@ SAMPLED = Acceptance("block", "probabilistic")
 
 
 @pytest.fixture(scope="module")
-def pair_directory(tmp_path_factory):
-    """A KDA layer, an MLA layer that is tapped, and a drafter of two layers."""
-    directory = tmp_path_factory.mktemp("pair") / "tiny"
-    make_checkpoint(directory, "tiny", 0, overrides={"num_hidden_layers": 2})
-    return directory
-
-
-@pytest.fixture(scope="module")
 def models(pair_directory) -> Models:
     """The pair, loaded."""
-    config, weights = load((pair_directory / "target").resolve())
-    draft = open_draft(pair_directory / "draft")
-    return Models(config, weights, draft.config, load_draft(draft), RUN)
+    return load_models(pair_directory, RUN)
 
 
 def engine(models: Models, run=RUN, method=Acceptance(), shuffle=None, **settings):  # noqa: B008
