@@ -17,7 +17,7 @@ import ml_dtypes  # noqa: F401  (registers bfloat16 with NumPy, which safetensor
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from jax_impl.config import ConfigError, ModelConfig, read_config
+from jax_impl.config import ModelConfig
 from jax_impl.problems import listed, unreadable_files
 from jax_impl.weights import (
     BYTES,
@@ -165,23 +165,6 @@ class Checkpoint:
                             f"{part.shape[0]} on (padding beyond the heads)"
                         )
         raise_problems(self.path, problems, CONVERT_AGAIN if self.prepared else FETCH_AGAIN)
-
-
-def is_draft(path: str | Path) -> bool:
-    """Whether a directory's config.json is a drafter's; False where it cannot be read."""
-    try:
-        raw, _ = read_config(path, "a checkpoint")
-    except ConfigError:
-        return False
-    return isinstance(raw, dict) and raw.get("model_type") == "k3_dspark"
-
-
-def exchanged(target: str | Path, draft: str | Path) -> str:
-    """What to say of a drafter given as the target, with something else in `--draft`."""
-    return (
-        f"found a drafter in {target} and none in --draft {draft}, expected the target first and "
-        "its drafter in --draft; exchange the two"
-    )
 
 
 class Reader:

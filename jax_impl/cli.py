@@ -36,7 +36,7 @@ def check(checkpoint: Source, output: Out = SHOWN, *, checksums: bool = False) -
         checksums: also read all data of a prepared checkpoint and compare its checksums.
     """
     output.prepare()
-    from jax_impl.checkpoint import is_draft
+    from jax_impl.draft_config import is_draft
 
     if is_draft(checkpoint):
         from jax_impl.draft_weights import open_draft as open_checkpoint

@@ -25,7 +25,8 @@ from typing import Any
 
 import numpy as np
 
-from jax_impl.checkpoint import Checkpoint, CheckpointError, Reader, is_draft
+from jax_impl.checkpoint import Checkpoint, CheckpointError, Reader
+from jax_impl.draft_config import is_draft
 from jax_impl.draft_weights import open_draft
 from jax_impl.prepared import (
     CONFIG,

@@ -15,10 +15,11 @@ from jax_impl.config import ConfigError, ModelConfig, read_config, refused
 from jax_impl.config_rules import fixed_settings, flatten, number, unknown_settings
 from jax_impl.problems import listed
 
+MODEL_TYPE = "k3_dspark"
 MAX_DRAFTS = 7  # the released drafter was trained with blocks of this length
 
 _REQUIRED: dict[str, Any] = {
-    "model_type": "k3_dspark",
+    "model_type": MODEL_TYPE,
     "mla_use_nope": False,
     "mla_use_output_gate": False,
     "markov_head_type": "vanilla",
@@ -132,7 +133,7 @@ class DraftConfig:
         Raises:
             ConfigError: listing every unsupported, missing, unknown or inconsistent setting.
         """
-        if not isinstance(raw, Mapping) or raw.get("model_type") != "k3_dspark":
+        if not isinstance(raw, Mapping) or raw.get("model_type") != MODEL_TYPE:
             found = raw.get("model_type") if isinstance(raw, Mapping) else type(raw).__name__
             raise ConfigError(
                 f"{source}: model_type is {found!r}, expected 'k3_dspark' (a target checkpoint in "
@@ -235,3 +236,20 @@ def _inconsistencies(c: DraftConfig, flat: Mapping[str, Any]) -> list[str]:
     if c.qk_rope_head_dim % 2:
         problems.append(f"qk_rope_head_dim: {c.qk_rope_head_dim} is odd; rotation turns pairs")
     return problems
+
+
+def is_draft(path: str | Path) -> bool:
+    """Whether a directory's config.json is a drafter's; False where it cannot be read."""
+    try:
+        raw, _ = read_config(path, "a checkpoint")
+    except ConfigError:
+        return False
+    return isinstance(raw, dict) and raw.get("model_type") == MODEL_TYPE
+
+
+def exchanged(target: str | Path, draft: str | Path) -> str:
+    """What to say of a drafter given as the target, with something else in `--draft`."""
+    return (
+        f"found a drafter in {target} and none in --draft {draft}, expected the target first and "
+        "its drafter in --draft; exchange the two"
+    )

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from jax_impl.acceptance_config import Acceptance, parse_rates
-from jax_impl.checkpoint import Checkpoint, exchanged, is_draft
+from jax_impl.checkpoint import Checkpoint
 from jax_impl.config import ConfigError, ModelConfig, RunConfig
-from jax_impl.draft_config import DraftConfig
+from jax_impl.draft_config import DraftConfig, exchanged, is_draft
 from jax_impl.draft_weights import open_draft
 from jax_impl.ids import parse_ids
 from jax_impl.problems import in_options, listed, option, problems_of

@@ -6,9 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jax_impl import memory as estimates
-from jax_impl.checkpoint import exchanged, is_draft
 from jax_impl.config import ConfigError, ModelConfig
-from jax_impl.draft_config import MAX_DRAFTS
+from jax_impl.draft_config import MAX_DRAFTS, exchanged, is_draft
 from jax_impl.problems import listed
 
 if TYPE_CHECKING:

@@ -232,7 +232,7 @@ def test_errors_of_the_system_say_what_to_do(number, do, monkeypatch, capsys):
     def fail(*_):
         raise OSError(number, os.strerror(number), "a/file")
 
-    monkeypatch.setattr("jax_impl.checkpoint.is_draft", fail)
+    monkeypatch.setattr("jax_impl.draft_config.is_draft", fail)
     assert status_of(cli.main, "check tiny/target") == 2
     said = plain(capsys.readouterr().err)
     assert f"a/file: found '{os.strerror(number)}', expected" in said and do in said
