@@ -1,9 +1,11 @@
 """Layers of the measured program against the standard path in float32, at the same weights.
 
 One KDA and one MLA layer with experts, on random streams that both sides get bit by bit, so that
-errors do not chain. The reference rounds nowhere and multiplies at full precision. Its feed-forward
-part starts from the measured side's own y and expert ids, for a near-tie of the router is no error;
-that the chosen experts are the best ones is checked by score. Expert weights are the reference's.
+errors do not chain. The reference rounds nowhere and multiplies at full precision. Its heads attend
+over the rows that the measured side wrote, for a row that falls to the other side of an FP8 step is
+no error; the rows are compared apart. Its feed-forward part starts from the measured side's own y
+and expert ids, for a near-tie of the router is no error; that the chosen experts are the best ones
+is checked by score. Expert weights are the reference's.
 """
 
 from __future__ import annotations
@@ -28,6 +30,8 @@ from jax_impl.sharding import (
     input_specs,
     weight_specs,
 )
+from jax_impl.stages import standard
+from jax_impl.stages.paged import write_rows
 from jax_impl.static import Static
 from parity.tolerances import TOLERANCES
 
@@ -61,7 +65,8 @@ def layer_check(
         got, after = _run(static, backend, layer, weights, cache, inputs, *stream)
         wide = replace(cache, conv_window=cache.conv_window.astype(jnp.float32))
         raised = [x.astype(jnp.float32) for x in stream]
-        want, wanted = _run(exact, AUTO, layer, weights, wide, inputs, *raised)
+        reference = AUTO._replace(mla=_mla_over(after.kv_latent))
+        want, wanted = _run(exact, reference, layer, weights, wide, inputs, *raised)
         found = {name: _rel_l2(got[name], want[name]) for name in ("heads", "prefix", "y")}
         found |= _feed_forward(exact, weights, layer, got)
         found |= _caches(static, layer, inputs, cache, after, wanted)
@@ -83,6 +88,17 @@ def _run(static, backend, layer, weights, cache, inputs, prefix, bank, delta):
     stream = Stream(prefix, bank, delta)
     _, cache, _ = run_layer(static, backend, w, place(static, layer), stream, cache, inputs, record)
     return record, cache
+
+
+def _mla_over(cached: jax.Array):
+    """Standard MLA whose new rows go into its cache, but whose heads attend over `cached`."""
+
+    def mla(static, w, layer, x, inputs, kv_latent, kv_scale):
+        q, gate, rows = standard.mla_inputs(static, w, x, inputs)
+        kv_latent = write_rows(inputs, layer, rows, kv_latent, kv_scale, static.context)
+        return standard.mla_attend(static, w, layer, q, gate, inputs, cached, kv_scale), kv_latent
+
+    return mla
 
 
 def _feed_forward(exact: Static, weights: Weights, layer: int, got: dict[str, Any]):

@@ -224,31 +224,52 @@ def mla(
 ) -> tuple[jax.Array, jax.Array]:
     """MLA up to its output gate: write the new latent rows, then attend over the whole sequence.
 
-    Crosses ranks where the context is spread over them, and only then.
+    Crosses ranks only where the context is spread over them.
 
     Args: x [N, D]; `layer` counts MLA layers; kv_latent [L, P, page, latent + rope].
     Returns: heads [N, H v] on this rank, kv_latent (in place).
     """
+    q, gate, rows = mla_inputs(static, w, x, inputs)
+    kv_latent = write_rows(inputs, layer, rows, kv_latent, kv_scale, static.context)
+    return mla_attend(static, w, layer, q, gate, inputs, kv_latent, kv_scale), kv_latent
+
+
+def mla_inputs(
+    static: Static, w: Mla, x: jax.Array, inputs: StepInputs
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Queries [B, T, H, qk], gate [N, H v] and new latent rows [B, T, row] of x [N, D]."""
     c, nx = static.config, static.nx
-    batch, tokens = inputs.tokens.shape
     rank, eps = c.kv_lora_rank, static.run.latent_eps
     q_a, kv_a = jnp.split(nx.linear(x, w.a_proj), [c.q_lora_rank], axis=-1)
     gate = nx.linear(x, w.g_proj)
     q = nx.linear(rmsnorm(nx, q_a, w.q_a_layernorm, eps), w.q_b_proj)
     latent = rmsnorm(nx, kv_a[:, :rank], w.kv_a_layernorm, eps)
-    rows = jnp.concatenate([latent, kv_a[:, rank:]], axis=-1).reshape(batch, tokens, -1)
-    kv_latent = write_rows(inputs, layer, rows, kv_latent, kv_scale, static.context)
+    rows = jnp.concatenate([latent, kv_a[:, rank:]], axis=-1)
+    lead = inputs.tokens.shape
+    return q.reshape(*lead, -1, c.qk_head_dim), gate, rows.reshape(*lead, -1)
+
+
+def mla_attend(
+    static: Static,
+    w: Mla,
+    layer: int | jax.Array,
+    q: jax.Array,
+    gate: jax.Array,
+    inputs: StepInputs,
+    kv_latent: jax.Array,
+    kv_scale: jax.Array | None,
+) -> jax.Array:
+    """Gated heads [N, H v] of queries and gate of `mla_inputs` over the rows in the cache."""
+    c, nx = static.config, static.nx
     kv, stored, where = read_rows(nx, inputs, layer, kv_latent, kv_scale, static.context)
-    # a token sees everything up to itself
-    visible = stored[:, None] & (where <= positions(inputs)[..., None])
+    visible = stored[:, None] & (where <= positions(inputs)[..., None])  # itself and before
     w_uk, w_uv = mla_ops.split_kv_b(w.kv_b_proj, c.qk_nope_head_dim, c.v_head_dim)
-    q = q.reshape(batch, tokens, -1, c.qk_head_dim)
     if static.run.dcp > 1:
         o = _attend_spread(static, q, kv, w_uk, w_uv, visible)
     else:
         attend = mla_ops.explicit_attention if nx.profile == "H" else mla_ops.absorbed_attention
         o = attend(nx, q, kv, w_uk, w_uv, visible)
-    return mla_ops.output_gate(nx, o.reshape(gate.shape), gate), kv_latent
+    return mla_ops.output_gate(nx, o.reshape(gate.shape), gate)
 
 
 def _attend_spread(static: Static, q, kv, w_uk, w_uv, visible) -> jax.Array:
