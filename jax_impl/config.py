@@ -7,8 +7,7 @@ values are not implemented is checked, and all refusals are reported at once.
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -20,6 +19,7 @@ from jax_impl.config_rules import (
     inconsistencies,
     outer_refusals,
     refusals,
+    run_problems,
 )
 from jax_impl.problems import listed, refused_by_system
 
@@ -214,11 +214,6 @@ def refused(source: str, problems: list[str]) -> str:
     return listed(title, problems, do)
 
 
-def _positive(value: Any) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and 0 < value < math.inf
-
-
 @dataclass(frozen=True)
 class RunConfig:
     """How to run a model.
@@ -264,41 +259,18 @@ class RunConfig:
         Raises:
             ConfigError: listing every value that is out of range.
         """
-        problems = []
-        choices = {
-            "profile": ("H", "V"),
-            "compute": ("bfloat16", "float32"),
-            "kv_dtype": (None, "bfloat16", "float32", "float8_e4m3fn"),
-            "decode_backend": ("auto", "latency_specialized"),
-            "commit": ("replay", "snapshots"),
-            "experts": ("tp", "ep"),
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                problems.append(f"{name}: found {getattr(self, name)!r}, expected one of {allowed}")
-        for name in ("slots", "pages", "page_size", "dcp", "dcp_interleave"):
-            if type(getattr(self, name)) is not int or getattr(self, name) < 1:
-                found = getattr(self, name)
-                problems.append(f"{name}: found {found!r}, expected a whole number of at least 1")
-        if self.fp8 and not _positive(self.kv_scale):
-            problems.append(
-                f"kv_scale: found {self.kv_scale}; an FP8 latent cache needs an explicit positive "
-                "scale (1.0 where the checkpoint gives none)"
-            )
-        if not self.fp8 and self.kv_scale is not None:
-            problems.append(
-                f"kv_scale: found {self.kv_scale}, but kv_dtype is not float8_e4m3fn; expected none"
-            )
-        if self.mla_norm_eps is not None and not _positive(self.mla_norm_eps):
-            problems.append(f"mla_norm_eps: found {self.mla_norm_eps}, expected a positive number")
-        if self.dcp != 1 and self.profile == "H":
-            problems.append(
-                f"dcp: found {self.dcp} with profile 'H', which rounds the shares of the whole "
-                "context; expected profile 'V' (context parallelism merges partial results as it "
-                "rounds them), or dcp 1"
-            )
-        if problems:
+        if problems := run_problems(vars(self)):
             raise ConfigError(listed("run settings", problems, "Change these settings."))
+
+    @classmethod
+    def problems(cls, settings: Mapping[str, Any], called: Callable[[str], str] = str) -> list[str]:
+        """What is wrong with some settings, beside the usual values of all others.
+
+        Args:
+            settings: values by name.
+            called: what the user calls a setting, by its name here.
+        """
+        return run_problems({f.name: f.default for f in fields(cls)} | dict(settings), called)
 
     @property
     def page_tokens(self) -> int:

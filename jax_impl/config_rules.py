@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -297,3 +297,59 @@ def inconsistencies(c: ModelConfig, flat: Mapping[str, Any]) -> list[str]:
     if c.gate_lower_bound >= 0:
         problems.append(f"linear_attn_config.gate_lower_bound: {c.gate_lower_bound}, expected < 0")
     return problems
+
+
+# Settings of `RunConfig` with few values.
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "profile": ("H", "V"),
+    "compute": ("bfloat16", "float32"),
+    "kv_dtype": (None, "bfloat16", "float32", "float8_e4m3fn"),
+    "decode_backend": ("auto", "latency_specialized"),
+    "commit": ("replay", "snapshots"),
+    "experts": ("tp", "ep"),
+}
+
+
+def run_problems(values: Mapping[str, Any], called: Callable[[str], str] = str) -> list[str]:
+    """What is wrong with the settings of a `RunConfig`, each as found and expected.
+
+    Args:
+        values: all settings by name.
+        called: what the user calls a setting, by its name here.
+    """
+    problems = [
+        f"{called(name)}: found {values[name]!r}, expected one of {allowed}"
+        for name, allowed in _CHOICES.items()
+        if values[name] not in allowed
+    ]
+    for name in ("slots", "pages", "page_size", "dcp", "dcp_interleave"):
+        if type(found := values[name]) is not int or found < 1:
+            problems.append(
+                f"{called(name)}: found {found!r}, expected a whole number of at least 1"
+            )
+    scale, fp8 = values["kv_scale"], values["kv_dtype"] == "float8_e4m3fn"
+    if fp8 and not _positive(scale):
+        problems.append(
+            f"{called('kv_scale')}: found {scale}; an FP8 latent cache needs an explicit positive "
+            "scale (1.0 where the checkpoint gives none)"
+        )
+    if not fp8 and scale is not None:
+        problems.append(
+            f"{called('kv_scale')}: found {scale}, but {called('kv_dtype')} is not float8_e4m3fn; "
+            "expected none"
+        )
+    if (eps := values["mla_norm_eps"]) is not None and not _positive(eps):
+        problems.append(f"{called('mla_norm_eps')}: found {eps}, expected a positive number")
+    if values["dcp"] != 1 and values["profile"] == "H":
+        dcp, profile = called("dcp"), called("profile")
+        problems.append(
+            f"{dcp}: found {values['dcp']} with {profile} 'H', which rounds the shares of the "
+            f"whole context; expected {profile} 'V' (context parallelism merges partial results "
+            f"as it rounds them), or {dcp} 1"
+        )
+    return problems
+
+
+def _positive(value: Any) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and 0 < value < math.inf

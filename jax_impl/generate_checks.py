@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from jax_impl.acceptance_config import Acceptance, parse_rates
 from jax_impl.checkpoint import Checkpoint
@@ -16,7 +16,7 @@ from jax_impl.config import ConfigError, ModelConfig, RunConfig
 from jax_impl.draft_config import DraftConfig, exchanged, is_draft
 from jax_impl.draft_weights import open_draft
 from jax_impl.ids import parse_ids
-from jax_impl.problems import in_options, listed, option, problems_of
+from jax_impl.problems import listed, option
 from jax_impl.sampling_config import Sampling
 from jax_impl.sharding import require_ranks
 
@@ -55,8 +55,10 @@ def require(path: Path, prompt: str, options: GenerateOptions) -> Asked:
         if checkpoint is None and draft is None and is_draft(path) and not is_draft(place):
             failed.append(ConfigError(exchanged(path, place)))
     ids = _tried(failed, lambda: _ids(prompt))
-    run = _tried(failed, lambda: _run_config(options))
-    problems = _option_problems(options)
+    settings = _run_settings(options)
+    problems = RunConfig.problems(settings, _called)
+    run = None if problems else RunConfig(**settings)
+    problems += _option_problems(options)
     if checkpoint is not None and isinstance(checkpoint.config, ModelConfig):
         config = checkpoint.config
         drafter = None if draft is None else draft.config
@@ -65,10 +67,10 @@ def require(path: Path, prompt: str, options: GenerateOptions) -> Asked:
         if drafter is not None:
             _tried(failed, lambda: drafter.require_target(config))
         if run is not None:
-            _tried(failed, lambda: require_ranks(config, run, options.tp, drafter))
+            _tried(failed, lambda: require_ranks(config, run, options.tp, drafter, _called))
     if len(failed) == 1 and not problems and (checkpoint is None or ids is None):
         raise failed[0]
-    problems = [p for error in failed for p in _in_options(error)] + problems
+    problems = [*map(str, failed), *problems]
     if problems or checkpoint is None or ids is None or run is None:
         raise ConfigError(listed("not started", problems, DO))
     return Asked(checkpoint, draft, ids, replace(run, pages=run.pages_for(_length(ids, options))))
@@ -96,13 +98,6 @@ def _tried(failed: list[ValueError], work: Callable[[], T]) -> T | None:
     except ValueError as error:
         failed.append(error)
         return None
-
-
-def _in_options(error: ValueError) -> list[str]:
-    """An error as problems; run settings one by one, all else with its own title and advice."""
-    text = str(error)
-    found = problems_of(error) if text.startswith("run settings:") else [text]
-    return [in_options(p, OTHER_NAMES) for p in found]
 
 
 def _ids(prompt: str) -> list[int]:
@@ -150,25 +145,25 @@ def _option_problems(options: GenerateOptions) -> list[str]:
     return problems + (_without_draft(options) if without else _speculation(options))
 
 
-def _run_config(options: GenerateOptions) -> RunConfig:
-    return RunConfig(
-        profile=options.profile,
-        compute=options.compute,
-        kv_dtype=options.kv_dtype,
-        kv_scale=options.kv_scale,
-        slots=1,
-        pages=1,
-        page_size=options.page_size,
-        decode_backend=options.backend,
-        experts=options.experts,
-        dcp=options.dcp,
-        dcp_interleave=options.dcp_interleave,
-        commit=options.commit,
-    )
+def _run_settings(options: GenerateOptions) -> dict[str, Any]:
+    return {
+        "profile": options.profile,
+        "compute": options.compute,
+        "kv_dtype": options.kv_dtype,
+        "kv_scale": options.kv_scale,
+        "slots": 1,
+        "pages": 1,
+        "page_size": options.page_size,
+        "decode_backend": options.backend,
+        "experts": options.experts,
+        "dcp": options.dcp,
+        "dcp_interleave": options.dcp_interleave,
+        "commit": options.commit,
+    }
 
 
 def _called(name: str) -> str:
-    """The option of a setting of `Acceptance`."""
+    """The option of a setting of `RunConfig` or `Acceptance`."""
     return option(OTHER_NAMES.get(name, name))
 
 

@@ -5,21 +5,14 @@ from __future__ import annotations
 import errno
 import json
 import os
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from numbers import Integral
 from pathlib import Path
-from types import MappingProxyType
 
 # what tells a folder of input: released and prepared checkpoints, recordings
 OF_INPUTS = (
     "model.safetensors.index.json", "model.safetensors", "conversion.json", "golden.json",
 )  # fmt: skip
-# settings that options have too, at the start of a line or of a list's entry
-_SETTING = re.compile(
-    r"(?m)^((?: *- )?)(page_size|dcp_interleave|dcp|kv_scale|kv_dtype|profile|compute|commit|"
-    r"experts|decode_backend|context|batch|ranks|router|tp)(?=:| [\d\[-])"
-)
 OUTSIDE = "expected a place outside of checkpoints and recordings"
 KINDS = (".json", ".safetensors")  # files of a checkpoint
 
@@ -105,24 +98,3 @@ def _there(file: Path) -> bool:
 def option(name: str) -> str:
     """What a command line calls the setting `name`."""
     return "--" + name.replace("_", "-")
-
-
-def in_options(text: str, others: Mapping[str, str] = MappingProxyType({})) -> str:
-    """A problem whose first word, and that of each of its lines, is what the user typed.
-
-    Args:
-        text: a problem that begins with a setting, such as `page_size: found 0`.
-        others: settings whose options have other names, without the dashes.
-    """
-    return _SETTING.sub(lambda m: m[1] + option(others.get(m[2], m[2])), text)
-
-
-def problems_of(error: Exception) -> list[str]:
-    """The problems that `listed` put into an error's message; the message itself without any."""
-    found: list[str] = []
-    for line in str(error).splitlines():
-        if line.startswith("  - "):
-            found.append(line[4:])
-        elif line.startswith("    ") and found:  # goes on with the problem before it
-            found[-1] += "\n" + line[4:]
-    return found or [str(error)]

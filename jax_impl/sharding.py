@@ -102,20 +102,33 @@ def place_ranks(tp: int, run: RunConfig = RunConfig()) -> Placement:  # noqa: B0
 
 
 def require_ranks(
-    config: ModelConfig, run: RunConfig, ranks: int, draft: DraftConfig | None = None
+    config: ModelConfig,
+    run: RunConfig,
+    ranks: int,
+    draft: DraftConfig | None = None,
+    called: Callable[[str], str] = str,
 ) -> None:
     """Check that model, drafter and run settings can be cut over `ranks`; takes no memory.
+
+    Args:
+        config: the model.
+        run: how to run it.
+        ranks: `tp`.
+        draft: its drafter, if there is one.
+        called: what the user calls a setting, by its name here.
 
     Raises:
         ConfigError: listing everything that does not divide, with its numbers.
     """
     if type(ranks) is not int or ranks < 1:
-        raise ConfigError(f"tp {ranks!r}: expected a whole number of ranks, at least 1; change it")
+        wanted = "expected a whole number of ranks, at least 1; change it"
+        raise ConfigError(f"{called('tp')} {ranks!r}: {wanted}")
     problems = indivisible(config, weight_table(config), ranks, run.experts)
     if draft is not None:
         problems += [f"drafter: {p}" for p in indivisible(draft, draft_table(draft, ranks), ranks)]
     if run.dcp not in (1, ranks):
-        problems.append(f"dcp {run.dcp}: expected 1 or the number of ranks, {ranks}")
+        wanted = f"expected 1 or the number of ranks, {ranks}"
+        problems.append(f"{called('dcp')} {run.dcp}: {wanted}")
     if problems:
         do = choose_ranks(config, weight_table(config), run.experts)
         raise ConfigError(listed(f"{ranks} rank(s) do not fit this model", problems, do))

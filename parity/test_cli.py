@@ -118,7 +118,7 @@ def test_forced_rates_are_labelled_wherever_they_are_shown(tmp_path, capsys):
         (("--prompt-ids", "nowhere.txt"), "expected an existing file or a list"),
         (("--prompt-ids", "99999"), "[99999] outside 0..383"),
         (("--prompt-ids", "1", "--kv-dtype", "float8_e4m3fn"), "needs an explicit positive scale"),
-        (("--prompt-ids", "1", "--kv-scale", "2"), "kv_dtype is not float8_e4m3fn"),
+        (("--prompt-ids", "1", "--kv-scale", "2"), "--kv-dtype is not float8_e4m3fn"),
         (("--prompt-ids", "1", "--steps", "0"), "expected at least 1"),
         (("--prompt-ids", "1", "--steps", "9999"), "the model limit is 4096"),
         (("--prompt-ids", "1", "--backend", "latency_specialized"), "need an NVIDIA GPU"),
@@ -163,12 +163,12 @@ def test_check_takes_a_drafter_too(tiny, tmp_path):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--tp", "0"), "tp 0: expected a whole number of ranks, at least 1"),
-        (("--tp", "-1"), "tp -1: expected a whole number of ranks, at least 1"),
+        (("--tp", "0"), "--tp 0: expected a whole number of ranks, at least 1"),
+        (("--tp", "-1"), "--tp -1: expected a whole number of ranks, at least 1"),
         (("--drafts", "3", "--accept", "block"), "--accept block: only with --draft"),
         (("--accept-length", "3"), "--accept-length 3.0: only with --draft"),
-        (("--tp", "2", "--dcp", "3"), "dcp 3: expected 1 or the number of ranks, 2"),
-        (("--tp", "2", "--dcp", "2", "--profile", "H"), "with profile 'H'"),
+        (("--tp", "2", "--dcp", "3"), "--dcp 3: expected 1 or the number of ranks, 2"),
+        (("--tp", "2", "--dcp", "2", "--profile", "H"), "with --profile 'H'"),
     ],
 )
 def test_generate_refuses_before_it_loads(tiny, options, message, capsys):

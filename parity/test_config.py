@@ -345,6 +345,21 @@ def test_run_settings_are_reported_at_once():
     assert str(error.value).count("\n  - ") == 4
 
 
+def test_run_settings_are_called_what_the_user_typed():
+    wrong = {
+        "profile": "H", "compute": "f16", "page_size": 0, "kv_scale": 2.0, "mla_norm_eps": 0.0,
+        "dcp": 2,
+    }  # fmt: skip
+    found = RunConfig.problems(wrong, "--{}".format)
+    starts = ["--compute", "--page_size", "--kv_scale", "--mla_norm_eps", "--dcp"]
+    assert [p.partition(":")[0] for p in found] == starts
+    assert "but --kv_dtype is not" in found[2]
+    assert "with --profile 'H'" in found[4] and "expected --profile 'V'" in found[4]
+    assert RunConfig.problems({"page_size": 4}) == []
+    with pytest.raises(ConfigError, match="dcp: found 2 with profile 'H'"):
+        RunConfig(profile="H", dcp=2)
+
+
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("interleave", [1, 2, 3, 5, 8])
 @pytest.mark.parametrize("page_size", [1, 3, 4])

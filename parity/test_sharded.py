@@ -188,6 +188,10 @@ def test_sizes_that_do_not_divide_are_named_before_anything_is_loaded(tmp_path):
         "drafter: ", "dcp 2: expected 1 or the number of ranks, 3",
     ):  # fmt: skip
         assert part in str(caught.value)
+    with pytest.raises(ConfigError, match=r"  - --dcp 2: expected 1"):
+        require_ranks(config, RunConfig(dcp=2), 4, draft, "--{}".format)
+    with pytest.raises(ConfigError, match=r"^--tp 0: expected a whole number"):
+        require_ranks(config, RunConfig(), 0, called="--{}".format)
     env = os.environ | {"JAX_PLATFORMS": "cpu"}
     wrong = subprocess.run(
         [sys.executable, "-m", "jax_impl", "generate", str(tmp_path / "pair" / "target"),

@@ -109,7 +109,8 @@ K3 = (
           "--min-p nan: expected 0 (off) to 1", HELP),
     Wrong(f"{GEN} --top-p 0.9", "--top-p 0.9", "expected --temperature above 0", HELP),
     Wrong(f"{GEN} --kv-dtype float8_e4m3fn", "--kv-scale: found None", "positive scale", HELP),
-    Wrong(f"{GEN} --tp 2 --dcp 2 --profile H", "found 2 with", "expected profile 'V'", HELP),
+    Wrong(f"{GEN} --tp 2 --dcp 2 --profile H", "found 2 with --profile", "expected --profile 'V'",
+          "or --dcp 1", HELP),
     Wrong(f"{GEN} --drafts 3 --accept block", "--accept block", "only with --draft", HELP),
     Wrong(f"{GEN} --commit snapshots --accept-rates 1", "--commit snapshots: only with --draft",
           "--accept-rates 1: only with --draft; expected a drafter", HELP),
@@ -236,15 +237,6 @@ def test_errors_of_the_system_say_what_to_do(number, do, monkeypatch, capsys):
     assert status_of(cli.main, "check tiny/target") == 2
     said = plain(capsys.readouterr().err)
     assert f"a/file: found '{os.strerror(number)}', expected" in said and do in said
-
-
-def test_a_list_of_problems_can_be_taken_apart_again():
-    inner = system.listed("inner", ["c: found 1", "d: found 2"], "Change these.")
-    problems = ["a: found 0", inner, "b: found 3"]
-    assert system.problems_of(ValueError(system.listed("outer", problems, "Do."))) == problems
-    assert system.problems_of(ValueError("alone")) == ["alone"]
-    text = system.in_options("x (\n  - page_size: found 0\ndecode_backend: found 'y'", {})
-    assert text == "x (\n  - --page-size: found 0\n--decode-backend: found 'y'"
 
 
 def test_no_row_is_given_twice():
