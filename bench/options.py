@@ -6,6 +6,8 @@ from typing import Annotated
 
 import tyro
 
+from jax_impl.ids import is_plain
+
 
 def see_help(command: str) -> str:
     """What to do about wrong options."""
@@ -25,12 +27,12 @@ def numbers(text: str) -> tuple[int, ...]:
     Raises:
         ValueError: something else.
     """
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
+    parts = [part.strip() for part in text.split(",")]
+    if not all(map(is_plain, parts)):
         raise ValueError(
             f"found {text!r}, expected whole numbers with commas, such as 1,8,64; correct it"
-        ) from None
+        )
+    return tuple(map(int, parts))
 
 
 Numbers = Annotated[

@@ -3,7 +3,10 @@
 import subprocess
 import sys
 
+import pytest
+
 from bench.__main__ import COMMANDS
+from bench.options import numbers
 
 
 def test_help_needs_neither_jax_nor_numpy():
@@ -20,3 +23,10 @@ def test_help_needs_neither_jax_nor_numpy():
     assert done.returncode == 0, done.stderr
     for name in COMMANDS:
         assert name in done.stdout
+
+
+def test_lists_of_numbers_are_plain():
+    assert numbers("1, 8,64") == (1, 8, 64) and numbers("-1") == (-1,)  # ranges come later
+    for wrong in ("", "1,", "1_0", "+1", "1.0", "\u0661", "\u00b2", "1;2"):
+        with pytest.raises(ValueError, match="expected whole numbers with commas"):
+            numbers(wrong)

@@ -13,7 +13,7 @@ from jax_impl.draft_config import MAX_DRAFTS
 from jax_impl.problems import listed
 
 SYNTHETIC_LABEL = "synthetic acceptance"  # what every output of a forced run carries
-_NUMBER = re.compile(r"-?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
+_NUMBER = re.compile(r"-?(\d+(\.\d*)?|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 
 
 @dataclass(frozen=True)

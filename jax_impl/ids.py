@@ -8,8 +8,15 @@ from pathlib import Path
 
 # between two ids; two commas in a row leave an empty id, which is refused
 _BETWEEN = re.compile(r"\s*,\s*|\s+", re.ASCII)
-# int() would also take 1_0 and the digits of other scripts
-_NUMBER = re.compile(r"-?[0-9]+")
+
+
+def is_plain(text: str) -> bool:
+    """Whether a text is digits 0 to 9, and a minus before them at most.
+
+    `int` would also take `1_0` and the digits of other scripts.
+    """
+    digits = text.removeprefix("-")
+    return digits.isascii() and digits.isdigit()
 
 
 def parse_ids(text: str) -> list[int]:
@@ -54,7 +61,7 @@ def parse_ids(text: str) -> list[int]:
 
 
 def _whole(part: str) -> int:
-    if not _NUMBER.fullmatch(part):
+    if not is_plain(part):
         raise ValueError(
             f"found {part[:60]!r}"
             if part

@@ -121,7 +121,7 @@ def find_processes(
 
 def _out_of_range(coordinator: Any, number: Any, index: Any) -> list[str]:
     problems = []
-    match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\s\[\]/]+):(\d+)", coordinator)
+    match = re.fullmatch(r"(\[[0-9a-fA-F:.]+\]|[^:\s\[\]/]+):([0-9]+)", coordinator)
     if match is None or not 0 < int(match[2]) < 65535:
         problems.append(
             f"--coordinator: found {coordinator!r}, expected HOST:PORT with a port of 1..65534 "
@@ -148,7 +148,7 @@ def _slurm(
         for name, value in zip(
             ("SLURM_STEP_NUM_TASKS", *names), (tasks, index, job, step), strict=True
         )
-        if not value.isdecimal()
+        if not (value.isascii() and value.isdecimal())
     ]
     # Process 0 is on the step's first host; the launch node may be a login node.
     listed = environ["SLURM_STEP_NODELIST"]

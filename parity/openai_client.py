@@ -263,9 +263,8 @@ def _ids(found: Any) -> bool:
 
 
 def _token(text: Any) -> int | None:
-    if isinstance(text, str) and text.startswith(_ID) and text[len(_ID) :].isdigit():
-        return int(text[len(_ID) :])
-    return None
+    digits = text.removeprefix(_ID) if isinstance(text, str) and text.startswith(_ID) else ""
+    return int(digits) if digits.isascii() and digits.isdigit() else None
 
 
 def _rows(found: Any, count: int, capabilities: Capabilities) -> list[dict[int, float]] | None:

@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from jax_impl.ids import is_plain
 from parity.openai_client import (
     Capabilities,
     Completion,
@@ -176,7 +177,7 @@ def _prompts(
     found, bad = [], []
     for number, line in enumerate(lines, start=1):
         words = line.replace(",", " ").strip("[] \t").split()
-        wrong = [w for w in words if not w.isdigit() or int(w) >= vocabulary]
+        wrong = [w for w in words if not (is_plain(w) and 0 <= int(w) < vocabulary)]
         if wrong:
             bad.append(
                 f"--prompts: line {number}: {wrong[0]!r} is no id of a vocabulary of {vocabulary}"

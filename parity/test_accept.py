@@ -219,7 +219,8 @@ def test_refused_settings(settings, drafts, message):
 def test_rates_of_the_command_line_are_parsed_strictly():
     assert parse_rates("0.9,0.72,.36,1,1e-3") == (0.9, 0.72, 0.36, 1.0, 0.001)
     assert parse_rates("-1") == (-1.0,)  # out of range is for `problems`
-    for wrong in ("", "1,", ",1", "1, 0.5", "1 0.5", "nan", "inf", "1_0", "0x1", "[1]", "0.5;0.1"):
+    for wrong in ("", "1,", ",1", "1, 0.5", "1 0.5", "nan", "inf", "1_0", "0x1", "[1]", "0.5;0.1",
+                  "\u0661,0.5", "1e\u0662"):  # fmt: skip
         with pytest.raises(ValueError, match="expected decimal numbers with commas between"):
             parse_rates(wrong)
 

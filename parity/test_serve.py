@@ -302,6 +302,9 @@ def test_prompts_are_checked(engine, pair, tmp_path):
             prepared(url, prompts=file)
         for word in ("line 1: 'x'", "line 2: '999999'", "line 3: 510 ids and 4 tokens"):
             assert word in str(error.value)
+        file.write_text("1 \u00b2\n\u0661\n", encoding="utf-8")  # digits, and no ids
+        with pytest.raises(ServeError, match=r"(?s)line 1: .*line 2: "):
+            prepared(url, prompts=file)
         file.write_text("\n")
         with pytest.raises(ServeError, match="no line"):
             prepared(url, prompts=file)

@@ -12,6 +12,7 @@ import pytest
 from jax_impl import generate_checks, generate_draft
 from jax_impl.acceptance_config import Acceptance
 from jax_impl.backend import AUTO
+from jax_impl.cache import PAD, StepInputs
 from jax_impl.checkpoint import Checkpoint
 from jax_impl.cli import GenerateOptions
 from jax_impl.config import ConfigError, RunConfig
@@ -19,7 +20,12 @@ from jax_impl.draft_weights import open_draft
 from jax_impl.engine import Engine, EngineError
 from jax_impl.sequences import LIMIT, STOP
 from jax_impl.sharding import ONE_DEVICE
-from jax_impl.speculative_engine import SpeculativeEngine, build_waiting_prefill, build_waiting_step
+from jax_impl.speculative_engine import (
+    SpeculativeEngine,
+    Waiting,
+    build_waiting_prefill,
+    build_waiting_step,
+)
 from parity.speculation import Models, load_models
 
 K = 3
@@ -110,6 +116,28 @@ def test_sequences_together_are_as_each_alone(models, method):
     assert e.steps == {("prefill", 1, CHUNK): 4, ("verify", 1, 4): 6, ("verify", 4, 4): 3}
     assert build_waiting_step(*e._build(AUTO))._cache_size() == 2  # one per batch bucket
     assert build_waiting_prefill(*e._build(AUTO))._cache_size() == 1
+
+
+def test_drafts_and_their_logits_wait_by_slot():
+    """Stale logits would leave together and alone alike, and every filter in force."""
+    rng = np.random.default_rng(0)
+
+    def of(slots):
+        rows = len(slots)
+        return StepInputs(
+            tokens=rng.integers(1, 99, (rows, 1 + K), np.int32), count=np.full(rows, 1 + K),
+            position=np.zeros(rows), slot=np.array(slots, np.int32), page_table=np.zeros((rows, 1)),
+            temperature=np.ones(rows), seed=np.zeros(rows),
+            draft_logits=rng.normal(size=(rows, K, 7)).astype(np.float32),
+        )  # type: ignore[arg-type]  # fmt: skip
+
+    first, second = of([2, PAD, 0]), of([3, 2])
+    waiting = Waiting(jnp.zeros((4, 1 + K), jnp.int32), jnp.zeros((4, K, 7)))
+    waiting = waiting.kept(first).kept(second)
+    found = waiting.given(of([0, 1, 2, 3]))
+    for name in ("tokens", "draft_logits"):
+        a, b = getattr(first, name), getattr(second, name)
+        assert np.array_equal(getattr(found, name), [a[2], 0 * a[0], b[1], b[0]])
 
 
 def test_a_kept_sequence_is_extended(models):

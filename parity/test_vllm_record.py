@@ -91,6 +91,15 @@ def test_all_reasons_of_a_refusal_come_at_once(script, place, tmp_path):
     assert len(str(error.value).split("\n")) == len(words)
 
 
+def test_digits_of_other_scripts_are_no_numbers(script, place, tmp_path):
+    (tmp_path / "odd.txt").write_text("1 \u00b2\n\u0661\n", encoding="utf-8")
+    line = arguments(place, "--logprobs", "\u00b2", "--prompts", str(tmp_path / "odd.txt"))
+    with pytest.raises(script.Refused) as error:
+        script.plan_of(script.parser().parse_args(line))
+    for words in ("--logprobs: found", "line 1: ", "line 2: "):
+        assert words in str(error.value)
+
+
 def test_eager_steps_never_take_the_specialised_path(script, place):
     more = ("--decode-backend", "latency_specialized", "--eager")
     with pytest.raises(script.Refused, match="eager"):

@@ -145,7 +145,7 @@ def plan_of(arguments: argparse.Namespace) -> Plan:
     for name, value in (("--tokens", a.tokens), ("--drafts", a.drafts), ("--tp", a.tp)):
         if value < 1:
             bad.append(f"{name}: found {value}, expected at least 1")
-    logprobs = -1 if a.logprobs == "all" else int(a.logprobs) if a.logprobs.isdigit() else 0
+    logprobs = -1 if a.logprobs == "all" else int(a.logprobs) if _is_number(a.logprobs) else 0
     if not logprobs:
         bad.append(f"--logprobs: found {a.logprobs!r}, expected a number above 0 or 'all'")
     if not a.temperature > 0 and any(RUNS[r][0] for r in runs if r in RUNS):
@@ -186,13 +186,18 @@ def read_prompts(path: str) -> tuple[list[list[int]], list[str]]:
         words = line.replace(",", " ").strip("[] \t").split()
         if not words:
             continue
-        wrong = [w for w in words if not w.isdigit()]
+        wrong = [w for w in words if not _is_number(w)]
         if wrong:
             bad.append(f"--prompts: line {number}: {wrong[0]!r} is no token id")
-        found.append([int(w) for w in words if w.isdigit()])
+        found.append([int(w) for w in words if _is_number(w)])
     if not found:
         bad.append(f"--prompts: {path} has no line with token ids")
     return found, bad
+
+
+def _is_number(text: str) -> bool:
+    """Digits 0 to 9; `str.isdigit` alone also holds for superscripts, which are no numbers."""
+    return text.isascii() and text.isdigit()
 
 
 def _object(text: str) -> tuple[dict[str, Any], list[str]]:
