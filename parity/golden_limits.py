@@ -55,8 +55,9 @@ def greedy_verdict(
 ) -> Verdict:  # fmt: skip
     """Ids are right up to the first place where the recorded margin allows another choice.
 
-    In bf16 they must reach as far as the recorded bf16 run did. A run that leaves the text earlier
-    has to have a reason that the recording knows (`explanation`), and fails without one.
+    In bf16 the exact logit of another id must be near that of the recorded one, and they must reach
+    as far as the recorded bf16 run did. A run that leaves the text earlier has to have a reason
+    that the recording knows (`explanation`), and fails without one; so does one that just ends.
 
     Args:
         at: whose ids they are.
@@ -73,14 +74,28 @@ def greedy_verdict(
         reach = metrics.first_divergence(np.asarray(g["bf16_greedy_ids"]), want)["equal_prefix"]
         found["recorded_bf16_prefix"] = reach
         note += f", the recorded bf16 run reached {reach}"
-        if found["equal_prefix"] >= reach:
-            found["margin"] = 0.0
-        else:
+        below = deficit(g, found)
+        if below is not None:
+            found["margin"] = below
+        if found["equal_prefix"] < reach:
             known = explanation(g, found, whole)
             note += f"; {known or 'nothing recorded explains that'}"
             if not known:
                 found["margin"] = math.inf
+    if "got_id" not in found and found["equal_prefix"] < len(want):
+        found["margin"], note = math.inf, f"{note}; found no further id"
     return judge(at, quantity, found, limit, note)
+
+
+def deficit(g: Arrays, found: metrics.Metrics) -> float | None:
+    """How far the exact logit of the first other id is below that of the recorded one.
+
+    None if there is no other id, or no recorded logits at its place.
+    """
+    row, exact = len(g["prompt_ids"]) - 1 + found["equal_prefix"], g["logits_f64"]
+    if "got_id" not in found or row >= len(exact):
+        return None
+    return float(exact[row, found["want_id"]]) - float(exact[row, found["got_id"]])
 
 
 def explanation(g: Arrays, found: metrics.Metrics, whole: Callable[[], Whole]) -> str:
@@ -90,11 +105,10 @@ def explanation(g: Arrays, found: metrics.Metrics, whole: Callable[[], Whole]) -
     logit in the recorded run. Or our run has other experts in the row that chooses, the first of
     them on a recorded near-tie, and the whole sequence in one step chooses the same other id.
     """
-    if "got_id" not in found:
-        return ""  # not another id, but none
+    below = deficit(g, found)
+    if below is None:
+        return ""
     row = len(g["prompt_ids"]) - 1 + found["equal_prefix"]
-    exact = np.asarray(g["logits_f64"], np.float64)[row]
-    below = float(exact[found["want_id"]] - exact[found["got_id"]])
     noise, factor = logit_noise(g), tolerance("greedy_noise", BF16).limit
     if noise is not None and below <= factor * noise:
         return f"its logit is {below:.3g} below, with a noise of {noise:.3g} per logit"

@@ -237,10 +237,40 @@ def test_a_wrong_bf16_id_within_the_recorded_reach_fails(golden_dir):
     assert judged(g, np.asarray(g["greedy_ids"])).passed
 
 
-def test_a_bf16_run_that_stops_early_fails(golden_dir):
-    g = open_folder(golden_dir / "model_tiny3").tensors
-    verdict = judged(g, np.asarray(g["greedy_ids"])[:9])
+def test_behind_the_recorded_reach_another_id_has_to_be_near_too(golden_dir):
+    g = open_folder(golden_dir / "model_tiny16").tensors
+    margins, logits = np.asarray(g["greedy_top2_margin_f64"]), np.asarray(g["logits_f64"])
+    reach = int(np.flatnonzero(g["bf16_greedy_ids"] != g["greedy_ids"])[0])
+    assert reach == 17 and judged(g, np.asarray(g["bf16_greedy_ids"])).passed
+    near = []
+    for place in range(reach, len(margins)):
+        ids, _, row = other_choice(g, place)
+        near.append(judged(g, ids).passed)
+        for far in np.argsort(logits[row])[[0, -20]]:  # the margin itself may be small there
+            ids[place] = far
+            assert not judged(g, ids).passed
+    assert near == (margins[reach:] <= 1.0).tolist() and 0 < sum(near) < len(near)
+
+
+def test_a_run_that_stops_early_fails(golden_dir):
+    g = dict(open_folder(golden_dir / "model_tiny3").tensors)
+    early = np.asarray(g["greedy_ids"])[:9]
+    verdict = judged(g, early)
     assert verdict.status == "failed" and "nothing recorded explains" in verdict.note
+    del g["bf16_greedy_ids"]  # then, as in float32, the margin alone would decide
+    verdict = judged(g, early)
+    assert verdict.status == "failed" and "found no further id" in verdict.note
+
+
+def test_a_place_without_recorded_logits_is_judged_by_the_margin(golden_dir):
+    g = dict(open_folder(golden_dir / "model_tiny16").tensors)
+    place = 17 + int(np.argmax(np.asarray(g["greedy_top2_margin_f64"])[17:]))
+    ids = other_choice(g, place)[0]
+    g["logits_f64"] = np.asarray(g["logits_f64"])[: len(g["prompt_ids"]) + 17]
+    assert not judged(g, ids).passed  # 2.06
+    early = other_choice(dict(open_folder(golden_dir / "model_tiny16").tensors), 3)[0]
+    g["logits_f64"] = g["logits_f64"][: len(g["prompt_ids"])]
+    assert explanation(g, {"equal_prefix": 3, "got_id": int(early[3]), "want_id": 0}, None) == ""  # type: ignore[arg-type]
 
 
 def test_another_expert_explains_another_id_only_on_a_near_tie(golden_dir):
