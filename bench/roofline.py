@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -26,7 +25,6 @@ from jax_impl.memory import MemorySettings
 from jax_impl.problems import listed
 from jax_impl.weights import choose_ranks, indivisible, weight_table
 
-RELEASED = Path(__file__).parents[1] / "parity" / "golden" / "k3_config.json"
 MOE_PERIOD = ("kda", "kda", "kda", "mla")  # of the layers that repeat
 
 

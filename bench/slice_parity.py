@@ -16,7 +16,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bench.slice_model import Case
 from jax_impl.backend import AUTO, Backend
 from jax_impl.cache import Cache, StepInputs
 from jax_impl.collectives import all_gather, all_max
@@ -154,17 +153,6 @@ def limits(static: Static) -> dict[str, float]:
     if static.run.fp8:
         found["kv_latent"] = FP8_ROWS
     return found | {"router_gap": gap}
-
-
-def random_stream(static: Static, case: Case, seed: int) -> tuple[jax.Array, ...]:
-    """Prefix, bank and delta of a check, in the compute dtype."""
-    c, rows = static.config, case.batch * case.tokens
-    keys = jax.random.split(jax.random.key(seed + 4), 3)
-    shapes = ((rows, c.hidden_size), (rows, c.num_snapshots, c.hidden_size), (rows, c.hidden_size))
-    return tuple(
-        jax.random.normal(k, s, jnp.float32).astype(static.nx.dtype)
-        for k, s in zip(keys, shapes, strict=True)
-    )
 
 
 def verdict(static: Static, found: dict[str, dict[str, float]]) -> dict[str, Any]:

@@ -48,7 +48,7 @@ STAND_INS = (
     (r" --coordinator \S+ --num-processes 4 --process-id I", "", HOSTS),
     (r"k3 generate \.\.\.", "k3 generate CKPT --prompt-ids 5,17,101 --steps 2", "shortened there"),
     (r"k3 generate --check", "k3 generate CKPT --prompt-ids 5 --tp 16 --check", "shortened there"),
-    (r"k3 memory (CKPT|/data/Kimi-K3)", "k3 memory parity/golden/k3_config.json",
+    (r"k3 memory (CKPT|/data/Kimi-K3)", "k3 memory jax_impl/k3_config.json",
      "sizes come from config.json alone, and the released one is here"),
     (r"/data/Kimi-K3-DSpark|\bDRAFT\b", "tiny/draft", HERE),
     (r"(?<!\S)(/data/Kimi-K3|CKPT)(?!\S)", "tiny/target", HERE),
