@@ -16,12 +16,13 @@ import tyro
 from bench.devices import DEVICES, Device
 from bench.floor import KINDS, Work, kind_of, layer_bytes, mean_distinct, step_bytes
 from bench.machine import command_line
-from bench.options import Numbers, see_help
+from bench.options import see_help
 from bench.projection import assumption_rows, project, projection_rows
 from bench.published import PUBLISHED, tokens_per_second
 from bench.result import SCHEMA, figure
 from jax_impl.config import ConfigError, ModelConfig
 from jax_impl.memory import MemorySettings
+from jax_impl.number_list import Numbers
 from jax_impl.problems import listed
 from jax_impl.weights import choose_ranks, indivisible, weight_table
 

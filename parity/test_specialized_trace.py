@@ -19,6 +19,7 @@ from jax_impl.cache import StepInputs, cache_shapes
 from jax_impl.collectives import Ranks
 from jax_impl.config import RELEASED_CONFIG, ModelConfig, RunConfig
 from jax_impl.params import abstract_weights
+from jax_impl.selftest import kernels_of
 from jax_impl.speculate import verify
 from jax_impl.static import Static
 from jax_impl.step import step
@@ -61,23 +62,7 @@ def traced(batch: int, tokens: int, backend: Backend, **settings) -> Counter:
         else partial(verify, static, backend, method)
     )
     closed = jax.jit(built).trace(weights, cache_shapes(config, run, ranks), inputs).jaxpr
-    found: Counter = Counter()
-    count(closed.jaxpr, found)
-    return found
-
-
-def count(jaxpr, found: Counter) -> None:
-    """Add the names of all kernels of a jaxpr, those of inner calls included."""
-    for equation in jaxpr.eqns:
-        name = str(equation.params.get("name") or equation.params.get("name_and_src_info") or "")
-        name = name.split(" ")[0]
-        if name.startswith("k3_"):
-            found[name] += 1
-            continue
-        for value in equation.params.values():
-            for inner in value if isinstance(value, (tuple, list)) else (value,):
-                if hasattr(inner, "jaxpr") or hasattr(inner, "eqns"):
-                    count(getattr(inner, "jaxpr", inner), found)
+    return Counter(kernels_of(closed.jaxpr))
 
 
 @needs_interpreter
