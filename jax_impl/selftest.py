@@ -23,6 +23,7 @@ from jax_impl.backend import AUTO, STAGES, Backend, choose_backend
 from jax_impl.cache import PAD, Cache, StepInputs
 from jax_impl.collectives import Ranks
 from jax_impl.config import ConfigError, ModelConfig, RunConfig
+from jax_impl.draft_config import MAX_DRAFTS
 from jax_impl.params import Weights
 from jax_impl.problems import listed
 from jax_impl.progress import count_bar, note
@@ -48,7 +49,7 @@ def small(config: ModelConfig) -> ModelConfig:
 
 
 @dataclass(frozen=True)
-class Bench:
+class Share:
     """One rank count: sizes, weights and cache."""
 
     tp: int
@@ -75,9 +76,10 @@ def run_selftest(o: SelftestOptions, backend: Backend | None = None) -> dict[str
     comparisons: list[dict[str, Any]] = []
     replays: list[dict[str, Any]] = []
     where: dict[str, Any] = {}
-    for tp in o.tp:
+    planned = [_planned(o, config, tp, cases, backend) for tp in o.tp]  # or refused, all of them
+    for tp, (static, found) in zip(o.tp, planned, strict=True):
         note(f"selftest: TP{tp}, random weights")
-        made = _made(o, config, tp, cases, backend)
+        made = _made(o, static, found)
         where = where or runs_where(made, cases[0], o)
         with count_bar(f"TP{tp}", len(cases) + 1) as progress:
             for done, case in enumerate(cases, start=1):
@@ -105,8 +107,10 @@ def _require(o: SelftestOptions) -> ModelConfig:
         )
         if not found or min(found) < 1 or (name == "rows" and max(found) > ROWS_MOST)
     ]
-    if not 0 <= o.drafts <= 7:
-        problems.append(f"--drafts {o.drafts}: expected 0 to 7")
+    if not 0 <= o.drafts <= MAX_DRAFTS:
+        problems.append(f"--drafts {o.drafts}: expected 0 to {MAX_DRAFTS}")
+    if not 0 <= o.seed < 2**32:
+        problems.append(f"--seed {o.seed}: expected 0 to {2**32 - 1}")
     config = load_config(o.preset)
     least, most = 1 + o.drafts + STEPS, config.max_position_embeddings
     if not least <= o.context <= most:
@@ -119,9 +123,9 @@ def _require(o: SelftestOptions) -> ModelConfig:
     return small(config)
 
 
-def _made(
+def _planned(
     o: SelftestOptions, config: ModelConfig, tp: int, cases: list[Case], backend: Backend | None
-) -> Bench:
+) -> tuple[Static, Backend]:
     most = max(c.batch for c in cases)
     fp8 = o.kv_dtype == "float8_e4m3fn"
     run = RunConfig(
@@ -129,16 +133,18 @@ def _made(
         kv_dtype=o.kv_dtype, kv_scale=1.0 if fp8 else None, decode_backend=o.backend,
     )  # fmt: skip
     require_ranks(config, run, tp)
-    placement = Placement(Ranks(tp))
     found = choose_backend(run, config, tp) if backend is None else backend
-    return Bench(
-        tp, Static(config, run, placement.ranks), found,
-        random_weights(config, placement, o.seed, run),
-        random_cache(config, run, placement, o.seed),
-    )  # fmt: skip
+    return Static(config, run, Ranks(tp)), found
 
 
-def _compare(made: Bench, case: Case, o: SelftestOptions) -> Iterator[dict[str, Any]]:
+def _made(o: SelftestOptions, static: Static, backend: Backend) -> Share:
+    placement = Placement(static.ranks)
+    weights = random_weights(static.config, placement, o.seed, static.run)
+    cache = random_cache(static.config, static.run, placement, o.seed)
+    return Share(static.ranks.size, static, backend, weights, cache)
+
+
+def _compare(made: Share, case: Case, o: SelftestOptions) -> Iterator[dict[str, Any]]:
     """Every stage of every kind of layer, and of the head."""
     static, backend = made.static, made.backend
     inputs, _ = make_inputs(static.config, static.run, case, o.context, 1, o.seed)
@@ -151,7 +157,7 @@ def _compare(made: Bench, case: Case, o: SelftestOptions) -> Iterator[dict[str, 
 
 
 def _judged(
-    made: Bench, case: Case, layer: str, found: stages.Distances
+    made: Share, case: Case, layer: str, found: stages.Distances
 ) -> Iterator[dict[str, Any]]:
     for name, distance in jax.device_get(found).items():
         mine, auto = float(distance.backend), float(distance.auto)
@@ -162,7 +168,7 @@ def _judged(
         }  # fmt: skip
 
 
-def changing_batches(made: Bench, o: SelftestOptions) -> StepInputs:
+def changing_batches(made: Share, o: SelftestOptions) -> StepInputs:
     """Inputs [STEPS, B, ..] whose live requests, slots and positions change; some rows are pad."""
     static, rng = made.static, np.random.default_rng(o.seed + 5)
     batch, vocab = min(8, static.run.slots), static.config.vocab_size
@@ -181,7 +187,7 @@ def changing_batches(made: Bench, o: SelftestOptions) -> StepInputs:
     )
 
 
-def replay(made: Bench, o: SelftestOptions) -> dict[str, Any]:
+def replay(made: Share, o: SelftestOptions) -> dict[str, Any]:
     """Steps one by one and as one program: the same tokens and the same bits of every cache?"""
     static, backend, weights = made.static, made.backend, made.weights
     every = changing_batches(made, o)
@@ -238,7 +244,7 @@ def _equal_bits(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.all(lax.bitcast_convert_type(a, kind) == lax.bitcast_convert_type(b, kind))
 
 
-def runs_where(made: Bench, case: Case, o: SelftestOptions) -> dict[str, str]:
+def runs_where(made: Share, case: Case, o: SelftestOptions) -> dict[str, str]:
     """Per stage: the standard function, or a function of its own and the kernels of a step."""
     inputs, _ = make_inputs(made.static.config, made.static.run, case, o.context, 1, o.seed)
     one = build_step(made.static, made.backend, "last")

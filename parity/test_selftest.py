@@ -29,11 +29,11 @@ SMALL = SelftestOptions(
 
 
 def test_bad_options_are_refused_together():
-    wrong = replace(SMALL, tp=(0,), rows=(1, 65), drafts=8, context=0, page_size=0)
+    wrong = replace(SMALL, tp=(0,), rows=(1, 65), drafts=8, context=0, page_size=0, seed=-1)
     with pytest.raises(ConfigError) as refused:
         selftest.run_selftest(wrong)
     said = str(refused.value)
-    for name in ("--tp", "--rows", "--drafts 8", "--context 0", "--page-size 0"):
+    for name in ("--tp", "--rows", "--drafts 8", "--context 0", "--page-size 0", "--seed -1"):
         assert name in said
     assert "k3 selftest --help" in said
 
