@@ -1,4 +1,4 @@
-# Targets: venv demo test test-all lint venv312 test312 venv-vllm test-vllm clean. `make` alone prints them.
+# Targets: venv demo test test-all lint docs venv312 test312 venv-vllm test-vllm clean. `make` alone prints them.
 #
 # PYTHON       the interpreter of .venv, 3.11 or newer
 # TORCH_INDEX  an index with CPU builds of torch, where the default one has only CUDA builds:
@@ -20,9 +20,11 @@ JAX_ONLY_TESTS ?= $(addprefix bench/test_,roofline.py result.py timing.py decode
   projection.py compare.py ops.py) $(addprefix parity/,test_make_tiny.py test_config.py \
   test_checkpoint.py test_prepared.py test_memory.py test_router.py test_step.py test_engine.py \
   test_cli.py test_readme.py test_kernels_mxfp4.py test_kernels_skinny.py test_kernels_experts.py \
-  test_kernels_attn_res.py test_kernels_aot.py)
+  test_kernels_attn_res.py test_kernels_aot.py test_kernels_kda.py test_kernels_commit.py \
+  test_kernels_topk.py test_kernels_vocab.py test_kernels_mla.py test_specialized_trace.py \
+  test_binding.py test_plan.py)
 
-.PHONY: help venv demo test test-all lint venv312 test312 venv-vllm test-vllm clean
+.PHONY: help venv demo test test-all lint docs venv312 test312 venv-vllm test-vllm clean
 .DELETE_ON_ERROR:
 
 help:
@@ -31,9 +33,10 @@ help:
 	@echo "test      the tests that need no GPU and little time"
 	@echo "test-all  the same and the slow ones"
 	@echo "lint      ruff and pyright"
+	@echo "docs      the documentation, to docs/_build; warnings are errors"
 	@echo "test312   the JAX-only tests with the newest JAX, where a Python >= 3.12 is found"
 	@echo "test-vllm names and objects of vLLM 0.33.0, in an environment of its own (9 GB, no GPU needed)"
-	@echo "clean     remove build/ and caches, not the environments"
+	@echo "clean     remove build/, docs/_build/ and caches, not the environments"
 
 venv: $(VENV)/.stamp
 
@@ -66,6 +69,14 @@ lint: venv
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
+
+docs: $(VENV)/.stamp-docs
+	JAX_PLATFORMS=cpu $(BIN)/python -m sphinx -q -W --keep-going -b html docs docs/_build
+	@echo "docs/_build/index.html"
+
+$(VENV)/.stamp-docs: $(VENV)/.stamp
+	$(BIN)/python $(PIP_INSTALL) -c constraints/py311.txt -e '.[docs]'
+	@touch $@
 
 # Prints the path of a Python >= 3.12, also one that pyenv holds without having it selected.
 FIND_PYTHON312 = \
@@ -108,4 +119,4 @@ test-vllm: venv
 	VLLM_PYTHON="$(VLLM_PYTHON)" $(BIN)/python -m pytest -m vllm $(PYTEST_ARGS) parity
 
 clean:
-	rm -rf build dist .pytest_cache .ruff_cache .hypothesis
+	rm -rf build dist docs/_build .pytest_cache .ruff_cache .hypothesis

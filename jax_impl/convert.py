@@ -36,7 +36,6 @@ from rich.progress import Progress as Bar
 
 from jax_impl.checkpoint import Checkpoint, CheckpointError, Reader, is_draft
 from jax_impl.draft_weights import open_draft
-from jax_impl.loader import value_check
 from jax_impl.prepared import (
     CONFIG,
     FORMAT,
@@ -51,6 +50,7 @@ from jax_impl.prepared import (
     sha256,
     verify,
 )
+from jax_impl.value_checks import value_check  #
 
 PARTIAL = ".partial-"  # start of an item's name until it is complete
 _SAMPLES, _SAMPLE = 16, 4096  # pieces of every shard that tell one source from another

@@ -138,6 +138,7 @@ def _plain(
         "decode_tokens_per_s": len(steady) / sum(steady) if steady else None,
         "decode_steps_timed": len(steady),
         "first_token_s_with_compilation": done.first,
+        "steps_by_backend": done.plans,
     }
 
 
@@ -151,6 +152,7 @@ class Driven:
         emitted: tokens of each decode step, before the end of the text cut them.
         times: seconds of each decode step.
         first: seconds of the prefill, compilation included.
+        plans: steps by `backend: reason`, prefill included.
     """
 
     ids: list[int]
@@ -158,6 +160,7 @@ class Driven:
     emitted: list[int]
     times: list[float]
     first: float
+    plans: dict[str, int]
 
 
 def drive(engine: Engine, ids: list[int], options: GenerateOptions) -> Driven:
@@ -187,7 +190,8 @@ def drive(engine: Engine, ids: list[int], options: GenerateOptions) -> Driven:
         raise not_finite(str(sequence.failed), sequence.generated)
     words = {STOP: "eos", LIMIT: "steps"}
     why = words.get(sequence.finished, sequence.finished)
-    return Driven(sequence.ids[len(ids) :], why, sequence.emitted, times, first)
+    plans = {f"{plan.backend}: {plan.reason}": n for plan, n in engine.plans.items()}
+    return Driven(sequence.ids[len(ids) :], why, sequence.emitted, times, first, plans)
 
 
 def not_finite(where: str, done: int) -> ConfigError:

@@ -88,5 +88,6 @@ def _result(done: Driven, method: Acceptance, options: GenerateOptions) -> dict[
         "decode_tokens_per_s": sum(c for c, _ in steady) / seconds if steady else None,
         "decode_steps_timed": len(steady),
         "first_token_s_with_compilation": done.first,
+        "steps_by_backend": done.plans,
         "conditions": {"speculation": method.describe(options.drafts) | {"kind": label}},
     }

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import jax
@@ -18,12 +18,14 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jax_impl.checkpoint import Checkpoint, CheckpointError, Reader
+from jax_impl.binding import EXPERT_AXIS, TILES, is_bound, place_tiles, tiles_shape
+from jax_impl.checkpoint import Checkpoint, Reader
 from jax_impl.config import RunConfig
 from jax_impl.draft_weights import DraftWeights, draft_from_arrays, draft_table
 from jax_impl.memory import require_room
 from jax_impl.params import Weights, from_arrays
 from jax_impl.sharding import ONE_DEVICE, P, Placement, bind_spread, global_shape, spec
+from jax_impl.value_checks import value_check
 from jax_impl.weights import (
     BYTES,
     AnyConfig,
@@ -36,7 +38,6 @@ from jax_impl.weights import (
 )
 
 BLOCK_BYTES = 8 << 20
-NAN_SCALE = 255  # E8M0 code of NaN
 
 Progress = Callable[[int], None]  # called with the number of bytes placed since the last call
 Block = tuple[list[np.int32], list[np.ndarray]]  # start index in a rank's stack, values per rank
@@ -51,9 +52,10 @@ def load_weights(
 ) -> Weights:
     """All weights of the text model, in the dtypes of the file.
 
-    MXFP4 experts stay packed. `progress` is called after every block. With `run` the cache that
-    these settings need counts too when it is checked, before anything is read, whether all fits,
-    and so do `more` bytes per rank (a drafter's).
+    MXFP4 experts stay 4-bit; where `run` wants bound weights they are put into the kernels' order
+    block by block, so that they exist once. `progress` is called after every block. With `run` the
+    cache that these settings need counts too when it is checked, before anything is read, whether
+    all fits, and so do `more` bytes per rank (a drafter's).
 
     Raises:
         DoesNotFitError: weights (and cache) exceed the device's free memory; nothing was read.
@@ -68,7 +70,8 @@ def load_weights(
         require_room(
             checkpoint.config, free // sharing - more, run, placement.ranks.size, placement.experts
         )
-    weights = from_arrays(load_arrays(checkpoint, progress, placement))
+    packed = run is not None and is_bound(run)
+    weights = from_arrays(load_arrays(checkpoint, progress, placement, packed=packed))
     return weights if run is None else bind_spread(weights, checkpoint.config, run, placement)
 
 
@@ -95,16 +98,21 @@ def load_arrays(
     progress: Progress | None = None,
     placement: Placement = ONE_DEVICE,
     read: dict[str, int] | None = None,
+    *,
+    packed: bool = False,
 ) -> dict[tuple[str, str], jax.Array]:
     """All arrays of the checkpoint's table, by (kind, name).
 
-    `read`, if given, is filled with the bytes read of each tensor.
+    `read`, if given, is filled with the bytes read of each tensor. With `packed` the routed experts
+    are two arrays of tiles in place of four, see `jax_impl.binding`.
 
     Raises:
         CheckpointError: as for `load_weights`.
     """
     c, table = checkpoint.config, checkpoint.table
     here, experts = len(placement.here), placement.experts
+    apart = [a for a in table if packed and a.per_expert]
+    table = [a for a in table if a not in apart]
     large = [a for a in table if here * _nbytes(a, c, placement) > BLOCK_BYTES]
     stacks = _zeros(large, c, placement)
     arrays: dict[tuple[str, str], jax.Array] = {}
@@ -124,9 +132,69 @@ def load_arrays(
             arrays[key] = placement.assemble(whole, cut)
             if progress is not None:
                 progress(here * whole[0].nbytes)
+        for codes, scales in zip(apart[::2], apart[1::2], strict=True):
+            blocks = _packed_blocks(checkpoint, reader, codes, scales, placement)
+            arrays["moe", TILES[codes.name]] = _fill_packed(codes, c, blocks, placement, progress)
         if read is not None:
             read |= reader.read_bytes
     return arrays
+
+
+def _packed_blocks(
+    checkpoint: Checkpoint,
+    reader: Reader,
+    codes: WeightArray,
+    scales: WeightArray,
+    placement: Placement,
+) -> Iterator[tuple[list[int], list[np.ndarray], list[np.ndarray]]]:
+    """(layer, first expert), codes and scales per rank, of a few experts at a time."""
+    c, shares = checkpoint.config, _Shares(reader, placement)
+    _, number, *one = codes.shape(c, placement.ranks.size, placement.experts)
+    few = tuple(scales.shape(c, placement.ranks.size, placement.experts)[2:])
+    step = max(1, BLOCK_BYTES // (math.prod(one) * len(placement.here)))
+    for ordinal, layer in enumerate(layers_of(c, codes.kind)):
+        prefix = layer_prefix(c, codes.kind, layer)
+        for first in range(0, number, step):
+            chosen = range(first, min(first + step, number))
+            yield (
+                [ordinal, first],
+                _experts(shares, codes, prefix, chosen, number, tuple(one)),
+                _experts(shares, scales, prefix, chosen, number, few),
+            )
+
+
+def _fill_packed(
+    codes: WeightArray,
+    c: AnyConfig,
+    blocks: Iterator[tuple[list[int], list[np.ndarray], list[np.ndarray]]],
+    placement: Placement,
+    progress: Progress | None,
+) -> jax.Array:
+    shape = tiles_shape(codes.shape(c, placement.ranks.size, placement.experts))
+    whole = global_shape(shape, EXPERT_AXIS, placement.ranks.size if placement.mesh else 1)
+    laid = placement.sharding(EXPERT_AXIS)
+    stack = jax.jit(lambda: jnp.zeros(whole, jnp.uint32), out_shardings=laid)()
+    place = _packer(placement, codes.name)
+    for start, *both in blocks:
+        assembled = [placement.assemble(shares, EXPERT_AXIS) for shares in both]
+        stack = place(stack, *assembled, tuple(np.int32(i) for i in start))
+        stack.block_until_ready()  # as in `_fill`
+        if progress is not None:
+            progress(sum(len(shares) * shares[0].nbytes for shares in both))
+    return stack
+
+
+@lru_cache(maxsize=32)
+def _packer(placement: Placement, name: str) -> Callable:
+    """The jitted packing of a block of experts into a stack of tiles, on every rank."""
+    write = partial(place_tiles, name)
+    if placement.mesh is None:
+        return jax.jit(write, donate_argnums=0)
+    laid = spec(EXPERT_AXIS)
+    shared = jax.shard_map(
+        write, mesh=placement.mesh, in_specs=(laid, laid, laid, P()), out_specs=laid
+    )
+    return jax.jit(shared, donate_argnums=0)
 
 
 def _fill(
@@ -302,45 +370,6 @@ def _experts(
                 target[0, i, row : row + data.shape[0]] = data
             row += found[0].shape[0]
     return block
-
-
-def value_check(array: WeightArray) -> Callable[[str, np.ndarray, int, int], None]:
-    """What refuses bad values of the array, given a tensor's name, values and their place."""
-    if array.per_expert:
-        return _refuse_nan_scales if array.name.endswith("_scale") else _accept
-    return _refuse_not_finite
-
-
-def _accept(name: str, data: np.ndarray, row: int, column: int) -> None:
-    """Packed codes: every byte is a value."""
-
-
-def _refuse_not_finite(name: str, data: np.ndarray, row: int, column: int) -> None:
-    """Refuse what is not finite in values read from (row, column) on.
-
-    Some of it would show in no output: a NaN selection bias means an expert never chosen.
-    """
-    # the exponent bits tell, and reading them is faster than a test in bf16
-    bits, ones = (np.uint16, 0x7F80) if data.dtype.itemsize == 2 else (np.uint32, 0x7F800000)
-    found = (np.ascontiguousarray(data).view(bits) & ones) == ones
-    if found.any():  # much faster than looking for their places
-        bad = np.argwhere(found)
-        first = bad[0] + np.array([row, column, *[0] * data.ndim])[: data.ndim]
-        raise CheckpointError(
-            f"{name}: {len(bad)} value(s) that are NaN or infinite, the first at {first.tolist()}; "
-            "expected finite numbers. The file is damaged: fetch it again."
-        )
-
-
-def _refuse_nan_scales(name: str, data: np.ndarray, row: int, column: int) -> None:
-    found = data == NAN_SCALE
-    if found.any():
-        bad = np.argwhere(found)
-        raise CheckpointError(
-            f"{name}: {len(bad)} scale byte(s) are 255 (NaN in E8M0), the first at row "
-            f"{row + bad[0][0]}, group {column + bad[0][1]}; expected 0..254. The file is damaged: "
-            "fetch it again."
-        )
 
 
 def _start(block: np.ndarray, *lead: int) -> list[np.int32]:

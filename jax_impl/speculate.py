@@ -226,7 +226,7 @@ def build_speculative_step(
     """
     _require(static, draft, method, drafts)
     run = partial(speculative_step, static, draft, backend, method, drafts)
-    return _spread(run, static, draft, mesh, P())
+    return _spread(run, static, draft, backend, mesh, P())
 
 
 @lru_cache(maxsize=16)
@@ -241,7 +241,7 @@ def build_speculative_prefill(
     """The jitted prefill of a chunk; otherwise as `build_speculative_step`."""
     _require(static, draft, method, drafts)
     run = partial(speculative_prefill, static, draft, backend, method, drafts)
-    return _spread(run, static, draft, mesh, output_specs())
+    return _spread(run, static, draft, backend, mesh, output_specs())
 
 
 @lru_cache(maxsize=16)
@@ -271,16 +271,24 @@ def build_speculative_loop(
         cache, inputs, collected = lax.fori_loop(0, steps, body, (cache, inputs, empty))
         return cache, collected, inputs
 
-    return _spread(run, static, draft, mesh, P())
+    return _spread(run, static, draft, backend, mesh, P())
 
 
 def _spread(
-    function: Callable, static: Static, draft: DraftStatic, mesh: Mesh | None, outputs: Any
+    function: Callable,
+    static: Static,
+    draft: DraftStatic,
+    backend: Backend,
+    mesh: Mesh | None,
+    outputs: Any,
 ) -> Callable:
     cache, inputs = cache_specs(static.run), input_specs()
     small = draft_specs(draft.config, draft.ranks.size)
     weights = weight_specs(static.config, static.run), small
-    return spread(function, mesh, (*weights, cache, inputs), (cache, outputs, inputs), donate=2)
+    return spread(
+        function, mesh, (*weights, cache, inputs), (cache, outputs, inputs),
+        donate=2, check=not backend.whole_stacks,
+    )  # fmt: skip
 
 
 def _require(static: Static, draft: DraftStatic, method: Acceptance, drafts: int) -> None:

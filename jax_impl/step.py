@@ -96,6 +96,7 @@ def build_step(
         (weight_specs(static.config, static.run), cache_specs(static.run), input_specs()),
         (cache_specs(static.run), output_specs(), input_specs()),
         donate=1,
+        check=not backend.whole_stacks,
     )
 
 
@@ -123,6 +124,7 @@ def build_recording_step(
         (weight_specs(static.config, static.run), cache_specs(static.run), input_specs()),
         (cache_specs(static.run), output_specs(), input_specs(), P(), spec(1)),
         donate=1,
+        check=not backend.whole_stacks,
     )
 
     def joined(weights: Weights, cache: Cache, inputs: StepInputs):

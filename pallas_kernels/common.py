@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 MINIMUM_JAX = (0, 11, 2)  # warpgroup lowering by default, written Refs aliased under jit
+REFUSED_JAX = (0, 12)  # its layout inference finds none for `skinny` with wide x and `experts.down`
 MAX_ROWS = 64
 BUCKETS = (8, 16, 32, 64)  # widths of the tensor-core operand that holds the rows
 SHARED_MEMORY = 232448  # bytes one CTA may use on sm_90 and sm_100
@@ -26,6 +27,11 @@ def unmet_conditions() -> list[str]:
     if jax.__version_info__ < MINIMUM_JAX:
         wanted = ".".join(map(str, MINIMUM_JAX))
         reasons.append(f"JAX {jax.__version__} found, kernels need {wanted} (Python 3.12) or newer")
+    if jax.__version_info__ >= REFUSED_JAX:
+        reasons.append(
+            f"JAX {jax.__version__} found, kernels need a version before "
+            f"{'.'.join(map(str, REFUSED_JAX))}, which does not compile all of them"
+        )
     kinds = sorted({d.platform for d in jax.devices()})
     if kinds != ["gpu"]:
         reasons.append(f"devices found: {', '.join(kinds)}; kernels need an NVIDIA GPU")

@@ -78,14 +78,22 @@ def pack(
     A tile of W13 holds 32 gate rows and the 32 up rows that belong to them, in the order in which
     W2's product wants its K (`mxfp4.unit_rows`), so that h needs no permutation.
     """
-    rows = _w13_rows(w13_packed.shape[-2] // 2)
-    w13 = mxfp4.pack(w13_packed[..., rows, :], w13_scale[..., rows, :])
-    w2 = mxfp4.pack(w2_packed, w2_scale)
+    return pack_gate_up(w13_packed, w13_scale), pack_down(w2_packed, w2_scale)
 
-    def merged(a: jax.Array) -> jax.Array:  # experts and tiles as one axis: TMA has five
-        return a.reshape(*a.shape[:-4], -1, *a.shape[-2:])
 
-    return merged(w13), merged(w2)
+def pack_gate_up(codes: jax.Array, scales: jax.Array) -> jax.Array:
+    """The half of `pack` that concerns w13."""
+    rows = _w13_rows(codes.shape[-2] // 2)
+    return _merged(mxfp4.pack(codes[..., rows, :], scales[..., rows, :]))
+
+
+def pack_down(codes: jax.Array, scales: jax.Array) -> jax.Array:
+    """The half of `pack` that concerns w2."""
+    return _merged(mxfp4.pack(codes, scales))
+
+
+def _merged(a: jax.Array) -> jax.Array:  # experts and tiles as one axis: TMA has five
+    return a.reshape(*a.shape[:-4], -1, *a.shape[-2:])
 
 
 def unpack(

@@ -125,7 +125,7 @@ def default_tuning(
     if blackwell or width > 16:
         warpgroups = 1
     elif norm:  # a step with its scaling takes long, so few in a row
-        warpgroups = min(4, steps // splits)
+        warpgroups = max(1, min(4, steps // splits))
     elif splits > 1 and steps // splits <= 8:
         warpgroups = 1
     else:

@@ -101,7 +101,7 @@ def test_generate_writes_ids_with_their_conditions(tiny, tmp_path):
         (("--prompt-ids", "1", "--kv-scale", "2"), "kv_dtype is not float8_e4m3fn"),
         (("--prompt-ids", "1", "--steps", "0"), "expected at least 1"),
         (("--prompt-ids", "1", "--steps", "9999"), "the model limit is 4096"),
-        (("--prompt-ids", "1", "--backend", "latency_specialized"), "no specialised kernels"),
+        (("--prompt-ids", "1", "--backend", "latency_specialized"), "need an NVIDIA GPU"),
         (("--prompt-ids", "1", "--page-size", "0"), "page_size: found 0"),
         (("--prompt-ids", "1", "--seed", "-1"), "seed -1: expected 0.."),
     ],

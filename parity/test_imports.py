@@ -32,7 +32,8 @@ ALLOWED = {
     },
 }
 ALONE = ROOT / "torch_ref" / "vllm_record.py"  # copied into an environment without this project
-SHARED = {"cases", "inputs", "metrics", "tolerances"}  # what bench may take from parity
+# what bench may take from parity
+SHARED = {"cases", "inputs", "metrics", "mla_inputs", "tolerances"}
 WITHOUT_JAX = (
     *("config", "weights", "memory", "checkpoint", "make_tiny"),
     *("processes", "watchdog"),

@@ -62,12 +62,12 @@ def mutant_backend():
         kind = inputs.seed[0]
         wrong = count + jnp.where(kind == 1, 1, 0) - jnp.where(kind == 2, 1, 0)
         wrong = jnp.minimum(wrong, inputs.tokens.shape[1])
-        right = AUTO.kda_commit(static, pending, wrong, inputs, state, window)
-        skipped = [
-            jnp.where(kind == 3, old[1], new[1])
-            for old, new in zip((state, window), right, strict=True)
-        ]
-        return tuple(new.at[1].set(layer) for new, layer in zip(right, skipped, strict=True))
+        found = AUTO.kda_commit(static, pending, wrong, inputs, state, window)
+        nothing = AUTO.kda_commit(static, pending, 0 * count, inputs, state, window)
+        return tuple(
+            a.at[1].set(jnp.where(kind == 3, b[1], a[1]))
+            for a, b in zip(found, nothing, strict=True)
+        )
 
     return AUTO._replace(kda_commit=commit)
 

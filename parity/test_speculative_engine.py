@@ -120,8 +120,8 @@ def test_sequences_together_are_as_each_alone(models, method):
     for handle, one in zip(handles, want, strict=True):
         same_so_far(e.sequences[handle], one)
     assert e.steps == {("prefill", 1, CHUNK): 4, ("verify", 1, 4): 6, ("verify", 4, 4): 3}
-    assert build_waiting_step(*e._build)._cache_size() == 2  # one per batch bucket
-    assert build_waiting_prefill(*e._build)._cache_size() == 1
+    assert build_waiting_step(*e._build(AUTO))._cache_size() == 2  # one per batch bucket
+    assert build_waiting_prefill(*e._build(AUTO))._cache_size() == 1
 
 
 def test_a_kept_sequence_is_extended(models):

@@ -6,7 +6,20 @@ import jax
 import jax.numpy as jnp
 
 from jax_impl.config import ModelConfig, RunConfig
-from pallas_kernels import attn_res, experts, kda, kda_commit, latent_up, mxfp4, route, skinny
+from pallas_kernels import (
+    attn_res,
+    experts,
+    kda,
+    kda_commit,
+    latent_up,
+    mla_attend,
+    mla_query,
+    mla_value,
+    mxfp4,
+    route,
+    skinny,
+    topk,
+)
 from pallas_kernels.skinny import Projection
 
 ROWS = (1, 64)
@@ -57,7 +70,11 @@ def _stages(c: ModelConfig, run: RunConfig, ranks: int, n: int) -> dict[str, lis
         "route": route.limits(
             row, _s(bf16, 1, c.num_experts // ranks, d), _s(bf16, 1, z // ranks, d),
             _s(bf16, 1, 2 * shared, d), betas=betas,
+        )
+        + topk.limits(
+            _s(f32, n, c.num_experts), _s(f32, 1, c.num_experts), k=c.num_experts_per_token
         ),
+        "mla": _mla(c, run, ranks, row),
         "moe_out": latent_up.limits(_s(bf16, n, z), _s(bf16, z), _s(bf16, 1, d // ranks, z)),
         "logits": product(row, c.vocab_size // ranks, out_dtype=bf16),
     }  # fmt: skip
@@ -74,3 +91,34 @@ def _stages(c: ModelConfig, run: RunConfig, ranks: int, n: int) -> dict[str, lis
             _s(jnp.uint32, 1, tiles[1], mxfp4.tile_lines(width), mxfp4.LINE), width=width,
         )  # fmt: skip
     return out
+
+
+def _mla(c: ModelConfig, run: RunConfig, ranks: int, row: jax.ShapeDtypeStruct) -> list[str]:
+    """Of all sequences with one token each."""
+    bf16, f32, i32 = jnp.bfloat16, jnp.float32, jnp.int32
+    n, d = row.shape
+    heads, latent = c.num_attention_heads // ranks, c.kv_lora_rank
+    width = heads * c.v_head_dim
+    a, q = _s(bf16, n, c.q_lora_rank + c.kv_row), _s(bf16, n, heads * c.qk_head_dim)
+    kv_b = _s(bf16, 1, heads * (c.qk_nope_head_dim + c.v_head_dim), latent)
+    cache = _s(jnp.dtype(run.kv_cache_dtype), 1, n, run.page_size, c.kv_row)
+    t = mla_attend.default_tuning(n, heads, run.fp8)
+    groups = -(-heads // t.columns)
+    q_rows = _s(mla_attend.query_dtype(cache.dtype), n, groups * t.columns, c.kv_row)
+    parts = mla_attend.Parts(
+        _s(f32, n, groups, t.splits, t.columns, latent), _s(f32, n, groups, t.splits, t.columns)
+    )
+    ends = _s(i32, n, 1)
+    weights = [Projection(_s(bf16, 1, a.shape[1], d)), Projection(_s(bf16, 1, width, d))]
+    norm = _s(bf16, 1, c.q_lora_rank), 1.0
+    q_b = Projection(_s(bf16, 1, q.shape[1], c.q_lora_rank))
+    return (
+        skinny.limits(row, weights)
+        + skinny.limits(a, [q_b], norm=norm)
+        + mla_query.limits(
+            q, a, kv_b, _s(bf16, latent), cache, _s(i32, n), heads=heads, tokens=1,
+            columns=t.columns,
+        )
+        + mla_attend.limits(q_rows, cache, ends, ends, heads=heads, latent=latent, tuning=t)
+        + mla_value.limits(parts, ends, _s(bf16, n, width), kv_b, heads=heads)
+    )  # fmt: skip

@@ -1,0 +1,99 @@
+"""The specialised step as it is traced: which kernels run, and how often. Nothing is compiled.
+
+At the released sizes of one TP16 rank, five layers: a dense one and four with experts, 3 KDA : 1
+MLA. What a kernel computes is tested elsewhere; here it is that no stage has lost its kernel.
+"""
+
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_impl.acceptance_config import Acceptance
+from jax_impl.backend import AUTO, LATENCY_SPECIALIZED, Backend
+from jax_impl.binding import bind
+from jax_impl.cache import StepInputs, cache_shapes
+from jax_impl.collectives import Ranks
+from jax_impl.config import ModelConfig, RunConfig
+from jax_impl.params import abstract_weights
+from jax_impl.speculate import verify
+from jax_impl.static import Static
+from jax_impl.step import step
+from parity.kernel_env import needs_interpreter
+
+RANKS = 16
+CONFIG = Path(__file__).parent / "golden" / "k3_config.json"
+# per step: attn_res twice a layer; the dense layer is KDA and has two products in place of experts
+LAYERS = {
+    "k3_attn_res": 5 * 2,
+    "k3_kda": 4,
+    "k3_mla_query": 1,
+    "k3_mla_attend": 1,
+    "k3_mla_value": 1,
+    "k3_topk": 4,
+    "k3_experts_gate_up": 4,
+    "k3_experts_down": 4,
+    # in_proj, o_proj and the dense pair; per MoE layer route, shared down, latent up; MLA has
+    # one more projection; the head
+    "k3_skinny": 4 + 5 + 2 + 4 * 3 + 2 + 1,
+}
+
+
+def traced(batch: int, tokens: int, backend: Backend, **settings) -> Counter:
+    """Kernels by name in the traced step: a decode, or with several tokens a verification."""
+    config = replace(ModelConfig.load(CONFIG), num_hidden_layers=5, mla_layers=(3,))
+    run = RunConfig(slots=batch, pages=64, page_size=16, **settings)
+    static, ranks = Static(config, run, Ranks(RANKS)), Ranks(RANKS)
+    weights = abstract_weights(config, RANKS)
+    if run.decode_backend != "auto":
+        weights = jax.eval_shape(bind, weights)
+    s, i32, b = jax.ShapeDtypeStruct, jnp.int32, batch
+    inputs = StepInputs(
+        s((b, tokens), i32), s((b,), i32), s((b,), i32), s((b,), i32), s((b, 4), i32),
+        s((b,), jnp.float32), s((b,), jnp.uint32),
+    )  # fmt: skip
+    method = Acceptance(rule="synthetic", length=6)
+    built = (
+        partial(step, static, backend, "last")
+        if tokens == 1
+        else partial(verify, static, backend, method)
+    )
+    closed = jax.jit(built).trace(weights, cache_shapes(config, run, ranks), inputs).jaxpr
+    found: Counter = Counter()
+    count(closed.jaxpr, found)
+    return found
+
+
+def count(jaxpr, found: Counter) -> None:
+    """Add the names of all kernels of a jaxpr, those of inner calls included."""
+    for equation in jaxpr.eqns:
+        name = str(equation.params.get("name") or equation.params.get("name_and_src_info") or "")
+        name = name.split(" ")[0]
+        if name.startswith("k3_"):
+            found[name] += 1
+            continue
+        for value in equation.params.values():
+            for inner in value if isinstance(value, (tuple, list)) else (value,):
+                if hasattr(inner, "jaxpr") or hasattr(inner, "eqns"):
+                    count(getattr(inner, "jaxpr", inner), found)
+
+
+@needs_interpreter
+@pytest.mark.parametrize("rows", [1, 8, 64])
+def test_decode_runs_every_kernel(rows):
+    got = traced(rows, 1, LATENCY_SPECIALIZED, decode_backend="latency_specialized")
+    assert got == LAYERS
+
+
+@needs_interpreter
+def test_verification_commits_by_a_kernel():
+    got = traced(1, 8, LATENCY_SPECIALIZED, decode_backend="latency_specialized")
+    assert got == LAYERS | {"k3_kda_commit": 1}
+
+
+def test_auto_has_no_kernel():
+    assert not traced(1, 1, AUTO)
