@@ -48,9 +48,9 @@ class Parts(NamedTuple):
 def default_tuning(batch: int, rows: int, fp8: bool, cores: int = 132) -> Tuning:
     """A guess: one CTA per multiprocessor; wide operands leave room for fewer stages.
 
-    48 columns fit, and 32 with an FP8 cache, but spill some registers.
+    48 columns fit, and 32 with an FP8 cache or on Blackwell, but spill some registers.
     """
-    columns = min(24 if fp8 else 32, common.round_up(rows, 8))
+    columns = min(24 if fp8 or common.blackwell() else 32, common.round_up(rows, 8))
     groups = -(-rows // columns)
     columns = common.round_up(-(-rows // groups), 8)
     warpgroups = 2 if columns > 16 else 1
