@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from bench.__main__ import COMMANDS
-from bench.options import numbers
+from jax_impl.number_list import numbers
 
 
 def test_help_needs_neither_jax_nor_numpy():
