@@ -3,7 +3,10 @@
 import subprocess
 import sys
 
-from bench.__main__ import COMMANDS
+import pytest
+
+from bench.__main__ import COMMANDS, main
+from jax_impl.output import BAD_INPUT
 
 
 def test_help_needs_neither_jax_nor_numpy():
@@ -20,3 +23,13 @@ def test_help_needs_neither_jax_nor_numpy():
     assert done.returncode == 0, done.stderr
     for name in COMMANDS:
         assert name in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("rooflin", "roofline"), ("rank_slice", "rank-slice"), ("op", "ops")]
+)
+def test_an_unknown_command_is_answered_with_one_that_is_alike(typed, meant, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([typed, "x"])
+    assert stopped.value.code == BAD_INPUT
+    assert f"bench: found no command {typed!r}; did you mean {meant}?" in capsys.readouterr().err
