@@ -20,7 +20,9 @@ from pallas_kernels import common
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.py"))
-QUICK = ("inside_one_step", "write_a_kernel")  # these run in every test run, the others are slow
+# These run in every test run, the others are slow. `where_the_time_goes` compiles nothing, and the
+# files that it reads change with every measurement.
+QUICK = ("inside_one_step", "where_the_time_goes", "write_a_kernel")
 INTERPRETER = ("write_a_kernel",)
 # runs a script as `python FILE` does, then looks at what it has drawn
 RUN = """
