@@ -38,11 +38,10 @@ from bench.floor import Work, layer_bytes, mean_distinct, step_bytes
 from bench.projection import project, projection_rows
 from bench.published import PUBLISHED
 from bench.result import headline, read
-from bench.roofline import RELEASED
-from jax_impl.config import ModelConfig
+from jax_impl.config import RELEASED_CONFIG, ModelConfig
 from jax_impl.memory import MemorySettings
 
-config, device = ModelConfig.load(RELEASED), DEVICES["H200"]
+config, device = ModelConfig.load(RELEASED_CONFIG), DEVICES["H200"]
 settings = MemorySettings(ranks=16, kv_dtype="float8_e4m3fn")
 CONTEXT = 1024
 CASES = {
