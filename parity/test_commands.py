@@ -95,8 +95,10 @@ def test_an_option_means_the_same_wherever_it_is():
                 if not kind.startswith(("{", "--")):
                     kinds.setdefault(option, {})[f"{program} {name}"] = kind
     apart = {option: found for option, found in kinds.items() if len(set(found.values())) > 1}
-    # many numbers at once where several are measured in one run; a drafter may be named `released`
-    assert set(apart) <= {"--rows", "--draft"}, apart
+    # many numbers at once where several are measured or checked in one run; a drafter may be named
+    # `released`
+    assert set(apart) <= {"--rows", "--draft", "--tp"}, apart
+    assert [n for n, kind in kinds["--tp"].items() if kind != "INT"] == ["k3 selftest"]
 
 
 @pytest.mark.parametrize(
