@@ -1,7 +1,8 @@
 """Benchmarks: each figure with its definition, its conditions and the physical limit beside it.
 
-Exit status 0: done and parity passed; 1: a comparison of the run failed; 2: bad input; 130:
-interrupted.
+Exit status 0: done and parity passed; 1: a comparison of the run failed; 2: bad input; 3: the
+watchdog ended processes; 130: interrupted; 141: the reader of its output went away. `--version`
+prints versions.
 """
 
 from __future__ import annotations
@@ -247,8 +248,8 @@ def conclude(
 
 
 def compare(
-    a: tyro.conf.Positional[Path],
-    b: tyro.conf.Positional[Path],
+    a: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="A")],
+    b: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="B")],
     output: Out = SHOWN,
     *,
     match: str = "",
@@ -289,7 +290,9 @@ def compare(
 
 
 def plot(
-    results: tyro.conf.Positional[tuple[Path, ...]],
+    results: Annotated[
+        tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(metavar="FILE [FILE ...]")
+    ],
     output: Out = SHOWN,
     *,
     report: Path,
@@ -334,7 +337,7 @@ def main(argv: list[str] | None = None) -> int:
         tyro.extras.subcommand_cli_from_dict,
         COMMANDS, prog=called("bench"), description=__doc__, args=argv,
     )  # fmt: skip
-    return run_command("bench", parse)
+    return run_command("bench", parse, argv, COMMANDS)
 
 
 if __name__ == "__main__":

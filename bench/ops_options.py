@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import tyro
 
@@ -21,7 +21,9 @@ class OpsOptions:
         list: print the names of the cases, run nothing.
     """
 
-    match: tyro.conf.Positional[tuple[str, ...]] = ()
+    match: Annotated[
+        tyro.conf.Positional[tuple[str, ...]], tyro.conf.arg(metavar="[NAME ...]")
+    ] = ()
     preset: Literal["k3", "tiny"] = "k3"
     repeats: int = 3
     replays: int = 1000

@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
-from bench.__main__ import COMMANDS
+from bench.__main__ import COMMANDS, main
 from jax_impl.number_list import numbers
+from jax_impl.output import BAD_INPUT
 
 
 def test_help_needs_neither_jax_nor_numpy():
@@ -30,3 +31,13 @@ def test_lists_of_numbers_are_plain():
     for wrong in ("", "1,", "1_0", "+1", "1.0", "\u0661", "\u00b2", "1;2"):
         with pytest.raises(ValueError, match="expected whole numbers with commas"):
             numbers(wrong)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("rooflin", "roofline"), ("rank_slice", "rank-slice"), ("op", "ops")]
+)
+def test_an_unknown_command_is_answered_with_one_that_is_alike(typed, meant, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        main([typed, "x"])
+    assert stopped.value.code == BAD_INPUT
+    assert f"bench: found no command {typed!r}; did you mean {meant}?" in capsys.readouterr().err

@@ -6,7 +6,9 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from itertools import pairwise
+from numbers import Real
+from typing import Any, Literal
 
 from jax_impl.config import ConfigError
 from jax_impl.draft_config import MAX_DRAFTS
@@ -35,6 +37,11 @@ class Acceptance:
     length: float | None = None
     rates: tuple[float, ...] | None = None
 
+    def __post_init__(self) -> None:
+        """A list of rates is taken as a tuple, which can be hashed."""
+        if isinstance(self.rates, list):
+            object.__setattr__(self, "rates", tuple(self.rates))
+
     def problems(self, drafts: int, called: Callable[[str], str] = str) -> list[str]:
         """What is wrong with the settings for K = `drafts`, each as found and expected.
 
@@ -62,18 +69,17 @@ class Acceptance:
         elif self.rule == "synthetic" and (self.length is None) == (self.rates is None):
             found = given or "neither"
             problems.append(f"{rule} 'synthetic': found {found}, expected {length} or {rates}")
-        if self.length is not None and not 1 <= self.length <= drafts + 1:
+        if self.length is not None and not (
+            isinstance(self.length, Real) and 1 <= self.length <= drafts + 1
+        ):
             problems.append(
-                f"{length}: found {self.length}, expected 1..{drafts + 1} tokens per step"
+                f"{length}: found {self.length!r}, expected 1..{drafts + 1} tokens per step"
             )
-        if self.rates is not None:
-            falling = all(a >= b for a, b in zip((1.0, *self.rates), self.rates, strict=False))
-            bounded = all(0 <= r <= 1 for r in self.rates)
-            if len(self.rates) != drafts or not (falling and bounded):
-                problems.append(
-                    f"{rates}: found {self.rates}, expected {drafts} numbers within 0..1, one for "
-                    "each draft, not rising"
-                )
+        if self.rates is not None and not _falling(self.rates, drafts):
+            problems.append(
+                f"{rates}: found {self.rates}, expected {drafts} numbers within 0..1, one for "
+                "each draft, not rising"
+            )
         return problems
 
     def require(self, drafts: int) -> None:
@@ -123,6 +129,16 @@ class Acceptance:
                 "schedule_kind": "given rates" if self.length is None else "minimum variance",
             }
         return found
+
+
+def _falling(rates: Any, drafts: int) -> bool:
+    """Whether rates are `drafts` numbers within 0..1, none above the one before it."""
+    if not isinstance(rates, tuple) or len(rates) != drafts:
+        return False
+    values: tuple[Any, ...] = rates
+    if not all(isinstance(r, Real) for r in values) or not all(0 <= r <= 1 for r in values):
+        return False
+    return all(a >= b for a, b in pairwise(values))
 
 
 def parse_rates(text: str) -> tuple[float, ...]:

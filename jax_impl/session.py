@@ -102,7 +102,7 @@ class Pass:
         new: tokens that it appended to `ids`: one, or accepted drafts and one more.
         logits: f32 [T, vocabulary]; row i judges the token behind token i of the pass.
         stages: stage outputs by name (`layer03.heads`), [T, ...]; empty unless recorded. bf16
-            values come as f32.
+            values come as f32. A name that is not there is a `SessionError`, which says which are.
     """
 
     state: State
@@ -126,6 +126,27 @@ def require_session(value: object) -> None:
         SessionError: it is something else.
     """
     require_kind("session", value, Session, "make one with `load` or `make_tiny`")
+
+
+def require_state(session: object, state: object) -> None:
+    """Refuse what is no session, or no state.
+
+    Raises:
+        SessionError: it is something else.
+    """
+    require_session(session)
+    require_kind("state", state, State, "a Pass has one as `.state`, `new_state` makes one")
+
+
+def require_recorded(found: object) -> None:
+    """Refuse what is no pass, or one that recorded nothing.
+
+    Raises:
+        SessionError: it is something else.
+    """
+    require_kind("found", found, Pass, "`prefill`, `feed`, `step` and `verify` give one")
+    if not cast("Pass", found).stages:
+        raise SessionError("nothing was recorded; run the pass with record=True")
 
 
 def load(
@@ -215,6 +236,7 @@ def replace_stages(session: Session, **stages: Stage) -> Session:
     Raises:
         SessionError: names that are no stages, or functions that do not take those arguments.
     """
+    require_session(session)
     known = [name for name in STAGES if name != "kda_step"]
     problems: list[str] = []
     for name, function in stages.items():
@@ -269,6 +291,7 @@ def replace_run(session: Session, **changes: Any) -> Session:
         ConfigError: values out of range.
         SessionError: unknown fields, or fields that a session does not serve.
     """
+    require_session(session)
     fixed = {"slots", "decode_backend", "experts", "dcp", "dcp_interleave"}
     known = {f.name for f in fields(RunConfig)} - fixed
     if unknown := sorted(set(changes) - known):

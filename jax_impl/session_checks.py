@@ -4,12 +4,15 @@
 # JAX types some of its own functions in part.
 from __future__ import annotations
 
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, cast
 
 import jax
+from numpy.typing import NDArray
 
 from jax_impl.problems import is_whole
 from jax_impl.stages import standard
@@ -56,6 +59,16 @@ def require_kind(name: str, value: object, kind: type[Any], hint: str = "") -> N
         )
 
 
+def require_one_of(name: str, value: object, known: Iterable[str]) -> None:
+    """Refuse a name that is none of `known`.
+
+    Raises:
+        SessionError: it is none.
+    """
+    if value not in (names := tuple(known)):
+        raise SessionError(f"{name}: found {value!r}, expected one of {names}; give one of these")
+
+
 def require_path(name: str, value: object) -> None:
     """Refuse what names no folder.
 
@@ -65,6 +78,25 @@ def require_path(name: str, value: object) -> None:
     if not isinstance(value, str | Path):
         found = type(value).__name__
         raise SessionError(f"{name}: found {found}, expected a folder; give its name or a Path")
+
+
+class Outputs(dict[str, NDArray[Any]]):
+    """Outputs of stages by name; a name that is not there is answered with those that are."""
+
+    def __missing__(self, name: object) -> NDArray[Any]:
+        """Refuse a name.
+
+        Raises:
+            SessionError: always; proposes the name that was meant, where one is alike.
+        """
+        if not self:
+            raise SessionError(
+                f"stages[{name!r}]: found none, nothing was recorded; run the pass with record=True"
+            )
+        known = sorted({re.sub(r"^layer\d+", "layerNN", key) for key in self})
+        close = get_close_matches(str(name), self, 1)
+        meant = f"; did you mean {close[0]!r}?" if close else ""
+        raise SessionError(f"stages[{name!r}]: expected one of {', '.join(known)}{meant}")
 
 
 @dataclass(frozen=True)

@@ -8,13 +8,13 @@ A pass compiles once for each number of tokens, stage table and setting.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from numpy.typing import NDArray
 
 from jax_impl.acceptance_config import Acceptance
 from jax_impl.backend import Backend
@@ -34,9 +34,10 @@ from jax_impl.session import (
     Stages,
     State,
     require_session,
+    require_state,
     shapes_of,
 )
-from jax_impl.session_checks import require_kind, require_whole, token_ids
+from jax_impl.session_checks import Outputs, require_kind, require_whole, token_ids
 from jax_impl.speculate import verify as verify_step
 from jax_impl.static import DraftStatic, Static
 from jax_impl.step import conclude
@@ -125,7 +126,7 @@ def feed(
             equal shapes is taken: that is how one state goes on under replaced stages. Whether
             it was computed with the same weights is not looked at.
     """
-    _require(session, state)
+    require_state(session, state)
     known = (*state.ids, *token_ids(ids))
     sampling = Sampling(temperature, top_k, top_p, min_p, seed)
     inputs = _inputs(session, state, known[state.position :], sampling)
@@ -157,7 +158,7 @@ def draft(
         SessionError: no drafter, no anchor, or no room for the block.
         ConfigError: K out of range.
     """
-    _require(session, state)
+    require_state(session, state)
     if session.draft is None:
         raise SessionError("this session has no drafter; give `draft` to `load`")
     Acceptance().require(drafts)
@@ -194,18 +195,12 @@ def verify(
         temperature: as of `feed`; so are the filters, which restrict the target, and `seed`.
 
     Raises:
-        SessionError: no anchor, no room, ids outside the vocabulary, or draft logits missing.
+        SessionError: no anchor, no room, ids outside the vocabulary, draft logits missing or of
+            another shape, or arguments of other types.
         ConfigError: a method that does not fit the number of drafts.
     """
-    _require(session, state)
-    given = drafts if isinstance(drafts, Drafts) else Drafts(token_ids(drafts, "drafts"))
-    method.require(len(given.tokens))
-    if (method.drafting == "probabilistic") != (given.logits is not None):
-        raise SessionError(
-            f"drafting {method.drafting!r} and draft logits "
-            f"{'missing' if given.logits is None else 'given'}: they belong to drawn drafts, "
-            "draft(..., sample=True) with Acceptance(drafting='probabilistic')"
-        )
+    require_state(session, state)
+    given = _drafts(session, drafts, method)
     anchor = _anchor(state)
     sampling = Sampling(temperature, top_k, top_p, min_p, seed)
     inputs = _inputs(session, state, (anchor, *given.tokens), sampling, given.logits)
@@ -235,9 +230,26 @@ def _parts(session: Session) -> tuple[Settings, tuple[Weights, DraftWeights | No
     return (static, DraftStatic(config, session.run), session.backend), (session.weights, weights)
 
 
-def _require(session: Session, state: State) -> None:
-    require_session(session)
-    require_kind("state", state, State, "a Pass has one as `.state`, `new_state` makes one")
+def _drafts(session: Session, drafts: object, method: object) -> Drafts:
+    """Drafts that `method` can judge; `Drafts`, or any tokens."""
+    require_kind("method", method, Acceptance, "such as Acceptance('block', 'probabilistic')")
+    given = drafts if isinstance(drafts, Drafts) else Drafts(token_ids(drafts, "drafts"))
+    given = replace(given, tokens=token_ids(given.tokens, "drafts"))
+    rule = cast("Acceptance", method)
+    rule.require(len(given.tokens))
+    if (rule.drafting == "probabilistic") != (given.logits is not None):
+        raise SessionError(
+            f"drafting {rule.drafting!r} and draft logits "
+            f"{'missing' if given.logits is None else 'given'}: they belong to drawn drafts, "
+            "draft(..., sample=True) with Acceptance(drafting='probabilistic')"
+        )
+    expected = (len(given.tokens), session.config.vocab_size)
+    if given.logits is not None and (found := np.shape(given.logits)) != expected:
+        raise SessionError(
+            f"draft logits: found shape {found}, expected {expected}, a row for each draft; give "
+            "what `draft` returned"
+        )
+    return given
 
 
 def _anchor(state: State) -> int:
@@ -378,7 +390,7 @@ def _host(x: jax.Array) -> Floats:
 
 def _named(stages: Mapping[str, jax.Array]) -> Stages:
     """On the host; bf16 as f32, which plots and NumPy understand."""
-    found: dict[str, NDArray[Any]] = {}
+    found = Outputs()
     for name, x in stages.items():
         found[name] = np.asarray(x) if jnp.issubdtype(x.dtype, jnp.integer) else _host(x)
     return found

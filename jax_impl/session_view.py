@@ -10,15 +10,25 @@ import numpy as np
 
 from jax_impl.numerics import Numerics
 from jax_impl.ops.attn_res import mixture
-from jax_impl.session import Floats, Pass, Session, SessionError, State
+from jax_impl.session import (
+    Floats,
+    Pass,
+    Session,
+    SessionError,
+    State,
+    require_recorded,
+    require_session,
+    require_state,
+)
 
 
 def kda_state(session: Session, state: State, layer: int) -> Floats:
     """The recurrent state of a KDA layer (0-based), f32 [H, V, K].
 
     Raises:
-        SessionError: not a KDA layer.
+        SessionError: not a KDA layer, or arguments of other types.
     """
+    require_state(session, state)
     layers = session.config.kda_layers
     if layer not in layers:
         raise SessionError(f"layer {layer}: expected a KDA layer, one of {layers}")
@@ -29,8 +39,9 @@ def latent_rows(session: Session, state: State, layer: int) -> Floats:
     """What an MLA layer (0-based) keeps of each processed token: f32 [position, latent + rope].
 
     Raises:
-        SessionError: not an MLA layer.
+        SessionError: not an MLA layer, or arguments of other types.
     """
+    require_state(session, state)
     layers = session.config.mla_layers
     if layer not in layers:
         raise SessionError(f"layer {layer}: expected an MLA layer, one of {layers}")
@@ -50,10 +61,10 @@ def depth_mixtures(session: Session, found: Pass) -> dict[str, Floats]:
         snapshots (0 for those not yet taken), then the prefix. Each row sums to 1.
 
     Raises:
-        SessionError: nothing was recorded.
+        SessionError: nothing was recorded, or arguments of other types.
     """
-    if not found.stages:
-        raise SessionError("nothing was recorded; run the pass with record=True")
+    require_session(session)
+    require_recorded(found)
     c, nx = session.config, Numerics(session.run.compute, session.run.profile)
     norms, root, stages = session.weights.layer, session.weights.root, found.stages
     bank = jnp.asarray(stages["snapshots"])  # of the whole pass; a row taken does not change

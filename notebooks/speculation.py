@@ -142,11 +142,10 @@ figure.tight_layout()
 # %%
 from bench.devices import DEVICES
 from bench.floor import Work, mean_distinct, step_bytes
-from bench.roofline import RELEASED
-from jax_impl.config import ModelConfig
+from jax_impl.config import RELEASED_CONFIG, ModelConfig
 from jax_impl.memory import MemorySettings
 
-config, device = ModelConfig.load(RELEASED), DEVICES["H200"]
+config, device = ModelConfig.load(RELEASED_CONFIG), DEVICES["H200"]
 settings = MemorySettings(ranks=16, kv_dtype="float8_e4m3fn")
 
 

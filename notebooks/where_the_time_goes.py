@@ -27,7 +27,6 @@
 # | published | figures of others, with their conditions; not reproduced |
 
 # %%
-import json
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -39,11 +38,10 @@ from bench.floor import Work, layer_bytes, mean_distinct, step_bytes
 from bench.projection import project, projection_rows
 from bench.published import PUBLISHED
 from bench.result import headline, read
-from bench.roofline import RELEASED
-from jax_impl.config import ModelConfig
+from jax_impl.config import RELEASED_CONFIG, ModelConfig
 from jax_impl.memory import MemorySettings
 
-config, device = ModelConfig.load(RELEASED), DEVICES["H200"]
+config, device = ModelConfig.load(RELEASED_CONFIG), DEVICES["H200"]
 settings = MemorySettings(ranks=16, kv_dtype="float8_e4m3fn")
 CONTEXT = 1024
 CASES = {
@@ -112,10 +110,9 @@ for name, work in CASES.items():
 
 # %%
 RESULTS = Path(bench.__file__).parent / "results"
-ops = json.loads((RESULTS / "ops_h200.json").read_text())
-names = [
-    n for n, verdict in ops["parity"].items() if verdict["passed"] and n.endswith("tp16.rows8")
-]
+ops = read(RESULTS / "ops_h200.json")
+judged = {c["what"]: c["passed"] for c in ops["parity"]["comparisons"]}
+names = [n for n, passed in judged.items() if passed and n.endswith("tp16.rows8")]
 assert names
 measured = [ops["figures"][f"{n}.kernel_us"]["value"] for n in names]
 least = [ops["figures"][f"{n}.floor_us"]["value"] for n in names]
@@ -128,15 +125,16 @@ axes.set_xticks(where, [n.removesuffix(".tp16.rows8") for n in names], rotation=
 axes.set(ylabel="us", title=f"kernels alone, 8 rows, TP16 shapes, {ops['conditions']['device']}")
 axes.legend()
 figure.tight_layout()
-print({k: ops["conditions"][k] for k in ("device", "driver", "jax", "timing", "weights")})
+print({k: ops["conditions"][k] for k in ("device", "driver", "versions", "timing", "weights")})
 
 # %% [markdown]
 # ## One rank's step
 #
 # `python -m bench rank-slice` runs one rank's share of the step, with exchanges looped back:
-# compute only. Each file carries the verdict of a comparison in the same run. **A run whose
-# comparison failed has no headline, is not drawn, and nothing is projected from it**; it is
-# listed with what failed.
+# compute only. Some files have two depths and so the time per layer, others the whole step of all
+# layers. Each carries the verdict of a comparison in the same run. **A run whose comparison
+# failed has no headline, is not drawn, and nothing is projected from it**; it is listed with what
+# failed.
 
 # %%
 slices = {file.stem: read(file) for file in sorted(RESULTS.glob("rank_slice*.json"))}
@@ -144,8 +142,9 @@ passed = {n: r for n, r in slices.items() if r["parity"]["verdict"] == "passed"}
 for name, result in slices.items():
     print(f"\n{name}: parity {result['parity']['verdict']}")
     if name in passed:
-        layer = [n for n in result["figures"] if n.startswith("us_per_layer.")]
-        print("  " + "\n  ".join(headline(result, layer)))
+        shown = [n for n in result["figures"] if n.startswith(("us_per_layer.", "ms_per_step."))]
+        assert shown
+        print("  " + "\n  ".join(headline(result, shown)))
         continue
     for one in result["parity"].get("comparisons", []):
         if not one["passed"]:
@@ -153,18 +152,22 @@ for name, result in slices.items():
 
 # %%
 if passed:
-    figure, axes = plt.subplots(figsize=(8, 3.8))
+    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 3.8))
     for name, result in passed.items():
-        figures = result["figures"]
-        cases = [
-            c for c in result["conditions"]["shapes"]["cases"] if f"us_per_layer.{c}" in figures
-        ]
-        times = [figures[f"us_per_layer.{c}"]["value"] for c in cases]
-        axes.plot(cases, times, "o", label=f"{name}: {result['conditions']['backend']}")
-        lowest = [figures[f"floor_us_per_layer.{c}"]["value"] for c in cases]
-        axes.plot(cases, lowest, "_", markersize=20, color="grey")
-    axes.set(ylabel="us per layer", title="one rank of 16, compute only, parity passed; bar: floor")
-    axes.legend(fontsize=8)
+        figures, cases = result["figures"], result["conditions"]["shapes"]["cases"]
+        label = name.removeprefix("rank_slice_")
+        if layers := [c for c in cases if f"us_per_layer.{c}" in figures]:
+            times = [figures[f"us_per_layer.{c}"]["value"] for c in layers]
+            left.semilogy(layers, times, "o", label=label)
+            lowest = [figures[f"floor_us_per_layer.{c}"]["value"] for c in layers]
+            left.semilogy(layers, lowest, "_", markersize=20, color="grey")
+        if whole := figures.get("ms_per_step.rows1"):
+            right.barh(label, whole["value"])
+    left.set(ylabel="us per layer", title="two depths, parity passed; grey: floor")
+    left.legend(fontsize=8)
+    right.axvline(floors["1 row"], color="grey")
+    right.set(xlabel="ms", title="whole step, 1 row, parity passed; grey: floor")
+    figure.suptitle("one rank of 16, COMPUTE ONLY")
     figure.tight_layout()
 else:
     print("No committed rank slice has passed its comparison, so none is drawn or projected.")
@@ -178,14 +181,15 @@ else:
 # GB300.
 
 # %%
+asked = {"tp": settings.ranks, "context": CONTEXT, "kv_dtype": settings.kv_dtype}
 for name, result in passed.items():
-    figures, assumptions = project(config, result, DEVICES["GB300"], acceptance_length=None)
+    figures, assumptions = project(config, result, DEVICES["GB300"], None, asked)
     print(
         f"\nPROJECTION from {name} ({assumptions['backend']}); left out: {assumptions['left_out']}"
     )
     print(f"  {'case.exchanges.device':32} {'exchanges ms':>12} {'step ms':>8} {'tokens/s':>9}")
-    for label, wire, step, rate in projection_rows(figures):
-        print(f"  {label:32} {wire:>12} {step:>8} {rate:>9}")
+    for label, wire, step, rate, remark in projection_rows(figures, assumptions):
+        print(f"  {label:32} {wire:>12} {step:>8} {rate:>9}  {remark}".rstrip())
 if not passed:
     print("Nothing to project from.")
 

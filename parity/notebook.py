@@ -37,9 +37,10 @@ from jax_impl.session import (
     replace_config,
     replace_run,
     replace_stages,
+    require_recorded,
     require_session,
 )
-from jax_impl.session_checks import require_whole, token_ids
+from jax_impl.session_checks import require_kind, require_one_of, require_whole, token_ids
 from jax_impl.session_run import draft, feed, greedy, new_state, prefill, step, verify
 from jax_impl.session_view import depth_mixtures, kda_state, latent_rows
 from parity import metrics
@@ -144,7 +145,8 @@ def torch_prefill(
 
     Raises:
         SessionError: the folder is a prepared checkpoint, which `torch_ref` does not read.
-            Also no tokens, or ids that are no whole numbers of the vocabulary.
+            Also no tokens, ids that are no whole numbers of the vocabulary, or a `dtype` or
+            `profile` that there is not.
     """
     from parity.pair import reference
 
@@ -218,13 +220,19 @@ def drift(found: Pass, reference: Reference) -> dict[str, float]:
         limit on the former: rounding grows with depth, and `compare` judges layers alone.
 
     Raises:
-        SessionError: nothing was recorded, or other tokens.
+        SessionError: nothing was recorded, other tokens, a pass over some of them only, or
+            arguments of other types.
     """
-    if not found.stages:
-        raise SessionError("nothing was recorded; run the pass with record=True")
+    require_recorded(found)
+    require_kind("reference", reference, Reference, "`torch_prefill` makes one")
     ids = found.state.ids[: found.state.position]
     if ids != reference.ids:
         raise SessionError(f"tokens differ: the pass has {ids}, the reference {reference.ids}")
+    if (rows := len(found.logits)) != len(ids):
+        raise SessionError(
+            f"found a pass over {rows} of {len(ids)} tokens, expected all of them in one; use "
+            "prefill(..., record=True)"
+        )
     apart: dict[str, float] = {}
     for name, want in reference.streams.items():
         layer, _, stream = name.partition(".")
@@ -262,6 +270,8 @@ def _model(session: Session, dtype: str | None, profile: str | None) -> Model:
         )
     run = session.run
     dtype, profile = dtype or run.compute, profile or run.profile
+    require_one_of("dtype", dtype, DTYPES)
+    require_one_of("profile", profile, ("H", "V"))
     if run.kv_dtype not in (None, run.compute) and not run.fp8:
         raise SessionError(f"kv_dtype {run.kv_dtype}: torch_ref has {run.compute} or FP8 here")
     stored = ("fp8", run.kv_scale) if run.fp8 else ("compute", None)

@@ -68,7 +68,9 @@ def plain(text: str) -> str:
 def test_help_is_light_and_complete(program):
     assert texts(program)["heavy"] == []
     assert len(commands(program)) == COUNTS[program]
-    assert "Exit status 0" in plain(texts(program)[""])
+    text = plain(texts(program)[""])
+    assert "Exit status 0" in text and "`--version` prints versions" in text
+    assert {"1", "2", "3", str(INTERRUPTED), str(CLOSED_PIPE)} <= set(re.findall(r"(\d+):", text))
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
@@ -93,8 +95,10 @@ def test_an_option_means_the_same_wherever_it_is():
                 if not kind.startswith(("{", "--")):
                     kinds.setdefault(option, {})[f"{program} {name}"] = kind
     apart = {option: found for option, found in kinds.items() if len(set(found.values())) > 1}
-    # many numbers at once where several are measured in one run; a drafter may be named `released`
-    assert set(apart) <= {"--rows", "--draft"}, apart
+    # many numbers at once where several are measured or checked in one run; a drafter may be named
+    # `released`
+    assert set(apart) <= {"--rows", "--draft", "--tp"}, apart
+    assert [n for n, kind in kinds["--tp"].items() if kind != "INT"] == ["k3 selftest"]
 
 
 @pytest.mark.parametrize(
@@ -230,6 +234,8 @@ def test_a_pipe_other_than_standard_output_is_no_reader_that_went_away(capsys):
         ("k3", "check", "CHECKPOINT"),
         ("python -m parity", "compare", "CHECKPOINT"),
         ("python -m parity", "golden", "DIR [DIR ...]"),
+        ("python -m bench", "compare", " A B "),
+        ("python -m bench", "ops", "[NAME ...]"),
     ],
 )
 def test_arguments_are_called_what_they_are(program, command, usage):

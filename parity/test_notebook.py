@@ -306,7 +306,25 @@ def test_wrong_calls_say_what_to_do(session, first):
         (lambda: k3.torch_greedy(session, [vocabulary], 1), "expected ids of the vocabulary"),
         (lambda: k3.torch_prefill(session, []), "expected at least one token"),
         (lambda: k3.make_tiny("x", overrides=[1]), "overrides: found list, expected dict"),
-    ]
+        (lambda: first.stages["layer2.heads"], r"expected one of embed, .*mean 'layer02.heads'"),
+        (lambda: k3.step(session, state).stages["embed"], "nothing was recorded; run the pass"),
+        (lambda: k3.replace_run(first, compute="float32"), "session: found Pass, expected Session"),
+        (lambda: k3.replace_stages(None, kda=slow_decay), "session: found NoneType, expected"),
+        (lambda: k3.kda_state(session, first, 0), "state: found Pass, expected State; a Pass has"),
+        (lambda: k3.latent_rows(state, session, 2), "session: found State, expected Session"),
+        (lambda: k3.depth_mixtures(session, state), "found: found State, expected Pass; `prefill`"),
+        (lambda: k3.torch_prefill(session, PROMPT, dtype="float16"), "dtype: found 'float16', exp"),
+        (lambda: k3.torch_prefill(session, PROMPT, profile="X"), r"profile: found 'X', .*\('H', "),
+        (lambda: k3.verify(session, state, [1], "block"), "method: found str, expected Acceptance"),
+        (lambda: k3.verify(session, state, k3.Drafts((1, 2.5))), r"drafts: found \[2.5\], exp"),
+        (
+            lambda: k3.verify(
+                session, state, k3.Drafts((1, 2), np.zeros((3, 4))),
+                k3.Acceptance(drafting="probabilistic"),
+            ),
+            r"draft logits: found shape \(3, 4\), expected \(2, \d+\).*what `draft` returned",
+        ),
+    ]  # fmt: skip
     for call, message in wrong:
         with pytest.raises(k3.SessionError, match=message):
             call()
@@ -364,6 +382,42 @@ def test_overrides_of_another_type_are_refused(overrides, found, tmp_path):
     with pytest.raises(ValueError, match=rf"cannot make this checkpoint: {found}.*change these"):
         k3.make_tiny(tmp_path, overrides=overrides)
     assert not list(tmp_path.iterdir())
+
+
+def test_drift_is_of_a_whole_recorded_pass(session, first):
+    after = k3.step(session, first.state, record=True)
+    ids = after.state.ids[: after.state.position]
+    reference = k3.torch_prefill(session, ids)
+    wrong = [
+        ((after, reference), "found a pass over 1 of 7 tokens, expected all .* use prefill"),
+        ((first, reference), "tokens differ"),
+        ((k3.step(session, first.state), reference), "nothing was recorded"),
+        ((reference, first), "found: found Reference, expected Pass"),
+        ((first, first), "reference: found Pass, expected Reference; `torch_prefill` makes one"),
+    ]
+    for arguments, message in wrong:
+        with pytest.raises(k3.SessionError, match=message):
+            k3.drift(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ({"length": "2"}, "length: found '2', expected 1..4 tokens"),
+        ({"rates": 0.5}, "rates: found 0.5, expected 3 numbers"),
+        ({"rates": ("a", "b", "c")}, "rates: found .*, expected 3 numbers"),
+        ({"rates": [0.5, 0.6, 0.1]}, "rates: found .*not rising"),
+    ],
+)
+def test_settings_of_acceptance_of_another_type_are_refused(settings, found):
+    with pytest.raises(ConfigError, match=rf"acceptance:[\s\S]*{found}[\s\S]*Change these"):
+        k3.Acceptance("synthetic", **settings).require(3)
+
+
+def test_a_list_of_rates_is_taken(session, first):
+    rates = k3.Acceptance("synthetic", rates=[1, 0, 0])
+    assert rates == k3.Acceptance("synthetic", rates=(1, 0, 0))
+    assert len(k3.verify(session, first.state, [1, 2, 3], rates).new) == 2
 
 
 def test_stable_names_are_the_documented_ones():

@@ -6,6 +6,8 @@ notebook are asserts in its cells: a wrong one fails here.
 
 from __future__ import annotations
 
+import ast
+import importlib
 import importlib.util
 import os
 import re
@@ -20,7 +22,9 @@ from pallas_kernels import common
 
 ROOT = Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.py"))
-QUICK = ("inside_one_step", "write_a_kernel")  # these run in every test run, the others are slow
+# These run in every test run, the others are slow. `where_the_time_goes` compiles nothing, and the
+# files that it reads change with every measurement.
+QUICK = ("inside_one_step", "where_the_time_goes", "write_a_kernel")
 INTERPRETER = ("write_a_kernel",)
 # runs a script as `python FILE` does, then looks at what it has drawn
 RUN = """
@@ -76,6 +80,23 @@ def test_paired_as_percent_scripts(notebook):
     cells = re.split(r"^# %%.*$", text, flags=re.M)[1:]
     assert cells[0].lstrip("\n").startswith("# # "), "begins with a title"
     assert all(cell.strip() for cell in cells)
+
+
+@pytest.mark.parametrize("notebook", NOTEBOOKS, ids=lambda p: p.stem)
+def test_what_is_imported_is_there(notebook):
+    """In every run of the tests, as most notebooks run in the slow ones only."""
+    if notebook.stem not in INTERPRETER:
+        pytest.importorskip("torch")
+    for node in ast.walk(ast.parse(notebook.read_text())):
+        if isinstance(node, ast.Import):
+            for name in node.names:
+                importlib.import_module(name.name)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.module
+            module = importlib.import_module(node.module)
+            for name in node.names:
+                if not hasattr(module, name.name):  # a module of a package, or nothing
+                    importlib.import_module(f"{node.module}.{name.name}")
 
 
 def test_all_are_listed_where_readers_look():
