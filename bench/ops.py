@@ -27,7 +27,7 @@ from bench.devices import Device, find
 from bench.machine import command_line, describe_machine, with_clocks_now
 from bench.ops_cases import cases
 from bench.ops_options import OpsOptions
-from bench.ops_problem import L2_BYTES, L2_TIMES, REL_L2, Problem, f64, relative
+from bench.ops_problem import L2_BYTES, L2_TIMES, REL_L2, Problem, f64, json_number, relative
 from bench.ops_standard import run_standard, tiny_cases
 from bench.options import see_help
 from bench.result import SCHEMA, figure, noisy_names, write
@@ -128,9 +128,9 @@ def run_case(
     parity = {
         "what": name,
         "passed": passed,
-        "rel_l2_before": before["kernel"],
-        "rel_l2_after": after["kernel"],
-        "rel_l2_standard": before["standard"],
+        "rel_l2_before": json_number(before["kernel"]),
+        "rel_l2_after": json_number(after["kernel"]),
+        "rel_l2_standard": json_number(before["standard"]),
         "replays": o.replays,
         "replays_different": different,
     }

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.ops_options import OpsOptions
-from bench.ops_problem import REL_L2, SITU, Problem, f64, relative
+from bench.ops_problem import REL_L2, SITU, Problem, f64, json_number, relative
 from bench.ops_products import attn_res_case, skinny_case
 from bench.ops_small import attn_res_case as two_deltas_case
 from bench.ops_small import topk_case
@@ -69,7 +69,7 @@ def run_standard(
         f"  err {error:.2e}  {'ok' if passed else 'FAILED'}"
     )
     parity = {
-        "what": name, "passed": passed, "rel_l2_standard": error if np.isfinite(error) else "nan",
+        "what": name, "passed": passed, "rel_l2_standard": json_number(error),
         "replays": o.replays, "replays_different": different,
     }  # fmt: skip
     return {f"{name}.standard_us": median_figure(samples, "us")}, parity

@@ -14,7 +14,7 @@ from typing import Any
 from bench.devices import find
 from bench.floor import Work, step_bytes
 from bench.published import PUBLISHED
-from bench.result import all_noisy
+from bench.result import acceptance_words, all_noisy
 from bench.roofline import RELEASED
 from jax_impl.config import ModelConfig
 from jax_impl.memory import MemorySettings
@@ -33,13 +33,19 @@ class Named:
 
     @property
     def title(self) -> str:
-        """Name, backend and device."""
+        """Name, backend, device, and how drafts were judged."""
         c = self.result["conditions"]
-        return f"{self.name} ({c['backend']}, {c['device']})"
+        about = (c["backend"], c["device"], acceptance_words(c["acceptance"]))
+        return f"{self.name} ({', '.join(filter(None, about))})"
+
+    @property
+    def noisy(self) -> set[str]:
+        """Names of noisy figures."""
+        return all_noisy(self.result)
 
     def label(self, pattern: re.Pattern[str]) -> str:
         """The title, and whether a figure that is drawn, of a matching name, is noisy."""
-        noisy = any(map(pattern.match, all_noisy(self.result)))
+        noisy = any(map(pattern.match, self.noisy))
         return self.title + (", NOISY" if noisy else "")
 
     def value(self, name: str) -> float | None:
@@ -153,7 +159,7 @@ def draw_throughput(axes: Any, results: list[Named]) -> bool:
                 )
                 label = f"{prefix}{named.label(drawn_names)}"
                 axes.plot([x], [y], marker="o", linestyle="", label=label)
-    title = "Throughput against interactivity (decode, prefill excluded)"
+    title = "Throughput (decode, prefill excluded) against interactivity"
     axes.set(xlabel="tokens/s/user, reached by 90 %", ylabel="tokens/s in all", title=title)
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
@@ -161,24 +167,30 @@ def draw_throughput(axes: Any, results: list[Named]) -> bool:
 
 
 def draw_kernels(axes: Any, results: list[Named]) -> bool:
-    """Bars of kernel times with their floors."""
-    bars = []
+    """Bars of kernel times with their floors, of each result's own name where there are several."""
+    bars, sources = [], set()
     for named in results:
         for name, found in named.result["figures"].items():
             match = BAR.match(name)
             if match:
                 floor = named.value(f"{match[1]}.floor_us")
-                bars.append((match[1], found["value"], floor or 0.0))
-    bars = bars[:MOST_BARS]
+                label = match[1] + (", NOISY" if name in named.noisy else "")
+                bars.append((named.name, label, found["value"], floor or 0.0))
+                sources.add(named.name)
     if not bars:
         return False
+    title = "Kernels" + (f", the first {MOST_BARS} of {len(bars)}" if len(bars) > MOST_BARS else "")
+    bars = [
+        (f"{source}: {label}" if len(sources) > 1 else label, *values)
+        for source, label, *values in bars[:MOST_BARS]
+    ]
     names, times, floors = zip(*bars, strict=True)
     places = range(len(bars))
     axes.barh(places, times, label="measured")
     axes.barh(places, floors, height=0.4, color="gray", label="floor")
     axes.set_yticks(list(places), names, fontsize=6)
     axes.invert_yaxis()
-    axes.set(xlabel="us, device time", title="Kernels")
+    axes.set(xlabel="us, device time", title=title)
     return True
 
 

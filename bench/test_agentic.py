@@ -1,9 +1,11 @@
 """Traffic: the trace file, the closed loop with a clock that the test turns, and a small run."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+from bench import agentic
 from bench.__main__ import main
 from bench.agentic import require_agentic, turn_figures, user_rates
 from bench.engine_options import AgenticOptions
@@ -154,6 +156,16 @@ def test_bad_conditions_name_the_limit():
     forced = AgenticOptions(users=33, drafts=1, backend="latency_specialized", seed=2**32)
     with pytest.raises(ValueError, match=r"--seed(.|\n)*--users 33, --drafts 1(.|\n)*at most 32"):
         require_agentic(forced, sessions)
+
+
+@pytest.mark.parametrize("drafts", [0, 7])
+def test_warm_up_is_no_longer_than_the_longest_conversation(monkeypatch, drafts):
+    served = []
+    monkeypatch.setattr(agentic, "serve_group", lambda _, *given: served.append(given))
+    shortest = longest([[Turn(1, 2, 0.0)]])
+    agentic._warm_up(None, replace(AgenticOptions(), users=3, drafts=drafts), shortest)
+    assert [len(prompts) for prompts, _ in served] == [1, 2, 3]
+    assert all(len(p) + tokens <= shortest for prompts, tokens in served for p in prompts)
 
 
 def test_a_small_run(tmp_path, quick_compile):

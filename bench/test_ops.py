@@ -1,5 +1,7 @@
 """`bench ops`: figures of a case, what fails one, and the list. Kernels themselves need a GPU."""
 
+import json
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -54,6 +56,7 @@ def test_kernels_of_a_call_are_summed_and_others_kept_apart():
 def test_an_error_beyond_twice_the_standard_paths_fails(error, standard, passed):
     found = run_case("x", problem(error, standard), OpsOptions(repeats=1, replays=2), None, times)
     assert found[1]["passed"] is passed
+    json.dumps(found, allow_nan=False)  # a kernel that gives NaN must not cost the other cases
 
 
 def test_the_floor_is_that_of_the_device_or_none():

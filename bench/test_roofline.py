@@ -82,6 +82,8 @@ def test_the_command_writes_a_result_without_published_figures(tmp_path, capsys)
     rate = result["figures"]["tokens_per_s_at_floor.verify8"]["value"]
     assert rate == pytest.approx(6e6 / step, rel=1e-3)
     assert "synthetic" in result["conditions"]["acceptance"]
+    assert result["conditions"]["versions"] and result["conditions"]["code"]
+    assert result["conditions"]["shapes"]["model"] == "released"
     assert not {f["value"] for f in result["figures"].values()} & {p.specialised for p in PUBLISHED}
     printed = capsys.readouterr().out
     assert "published elsewhere, not reproduced here" in printed and "842" in printed
