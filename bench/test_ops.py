@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,10 +11,13 @@ from bench import ops
 from bench.__main__ import main
 from bench.devices import DEVICES
 from bench.ops import chosen, judge, parity_of, run_case
+from bench.ops_cases import cases
+from bench.ops_kda import kda_case
 from bench.ops_options import OpsOptions
-from bench.ops_problem import Problem, stack_depth
-from bench.ops_standard import run_standard
+from bench.ops_problem import Problem, f64, relative, stack_depth
+from bench.ops_standard import run_standard, tiny_cases
 from bench.result import read
+from parity.kernel_env import needs_interpreter
 
 
 def problem(error=0.0, standard=1e-3):
@@ -103,6 +107,27 @@ def test_standard_formulas_are_timed_by_the_clock_and_compared():
     assert not run_standard("x", problem(standard=1e-2), OpsOptions(replays=1))[1]["passed"]
 
 
+def test_the_small_preset_has_every_family():
+    families = {name.split(".")[0] for name in cases()}
+    assert families == {name.split(".")[0] for name in tiny_cases()}
+    assert {"kda", "experts", "mla_attend", "mla_query", "vocab"} <= families
+
+
+def test_a_wrong_standard_formula_of_kda_would_be_seen(quick_compile):
+    """float64 is written apart from both paths: it agrees, and another layer does not."""
+    case = kda_case(1, 2, 1, 37, layers=2)
+    want = case.exact(1, case.rows)
+    assert relative(f64(case.standard(1)), want) < 4e-3
+    assert relative(f64(case.standard(0)), want) > 0.1
+
+
+@needs_interpreter
+def test_the_kernel_of_a_kda_case_is_traced_at_the_cases_shapes():
+    case = kda_case(1, 2, 1, 37, layers=2)
+    found = jax.eval_shape(case.call, jax.ShapeDtypeStruct((), jnp.int32))
+    assert found.shape == case.standard(0).shape
+
+
 def test_the_small_preset_runs_without_a_gpu(tmp_path, capsys, quick_compile):
     out = tmp_path / "ops.json"
     command = ["ops", "--preset", "tiny", "--repeats", "4", "--replays", "2"]
@@ -110,7 +135,9 @@ def test_the_small_preset_runs_without_a_gpu(tmp_path, capsys, quick_compile):
     found = read(out)
     assert found["parity"]["verdict"] == "passed"
     assert found["conditions"]["backend"] == "standard formulas"
-    assert found["conditions"]["cases"] == {"measured": 5, "asked_for": 5}
+    assert found["conditions"]["cases"] == dict.fromkeys(
+        ("measured", "asked_for"), len(tiny_cases())
+    )
     assert all(n.endswith(".standard_us") for n in found["figures"])
     assert "NO KERNEL RAN" in capsys.readouterr().out
 
