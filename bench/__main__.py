@@ -18,7 +18,8 @@ from bench.engine_options import AgenticOptions, DecodeOptions
 from bench.layers_options import LayersOptions
 from bench.ops_options import OpsOptions
 from bench.rank_slice_options import SliceOptions
-from bench.roofline import RELEASED, RooflineOptions
+from bench.roofline import RooflineOptions
+from jax_impl.config import RELEASED_CONFIG
 from jax_impl.output import (
     SHOWN,
     Out,
@@ -40,7 +41,7 @@ OPS = OpsOptions()
 
 
 def roofline(
-    config: Path = RELEASED,
+    config: Path = RELEASED_CONFIG,
     options: Annotated[RooflineOptions, tyro.conf.arg(name="")] = DEFAULTS,
     output: Out = SHOWN,
     *,

@@ -25,11 +25,11 @@ from bench.machine import command_line, describe_machine, with_clocks_now
 from bench.replay import replay_ms
 from bench.result import SCHEMA, figure, median_figure, noisy_names
 from bench.serve import serve_group, warm_up_sizes
-from bench.slice_model import Case, make_inputs
 from bench.timing import Clock
 from jax_impl.engine import Engine
 from jax_impl.processes import COMPILING, report
 from jax_impl.progress import activity, count_bar
+from jax_impl.random_step import Case, make_inputs, random_stream
 from jax_impl.speculative_engine import SpeculativeEngine
 
 EXCLUDED = "loading, compilation and warm-up groups; prefill where a definition says so"
@@ -93,7 +93,7 @@ def check(loaded: Loaded, engine: Engine, batch: int) -> dict[str, dict[str, flo
     tokens = 1 + engine.drafts if isinstance(engine, SpeculativeEngine) else 1
     seed, case = loaded.options.seed, Case("decode", batch, tokens)
     inputs, _ = make_inputs(loaded.config, loaded.run, case, loaded.context, 1, seed)
-    stream = slice_parity.random_stream(engine.static, case, seed)
+    stream = random_stream(engine.static, case, seed)
     found = {}
     for kind, layer in slice_parity.checked_layers(engine.static).items():
         run = slice_parity.layer_check(engine.static, engine.backend, layer, engine.placement)

@@ -8,8 +8,6 @@ from typing import Any
 import jax
 
 from bench.engine_options import EngineOptions
-from bench.random_weights import random_draft, random_weights
-from bench.rank_slice import load_config
 from jax_impl.acceptance_config import Acceptance
 from jax_impl.backend import BackendUnavailableError, choose_backend
 from jax_impl.checkpoint import Checkpoint
@@ -23,6 +21,8 @@ from jax_impl.loader import free_device_bytes, load_draft
 from jax_impl.memory import require_room
 from jax_impl.params import Weights
 from jax_impl.progress import activity
+from jax_impl.random_step import load_config
+from jax_impl.random_weights import random_draft, random_weights
 from jax_impl.sharding import Placement, place_ranks, require_ranks
 from jax_impl.speculative_engine import SpeculativeEngine
 from jax_impl.tiny_presets import PRESETS, draft_config, text_config

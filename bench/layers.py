@@ -35,15 +35,15 @@ from bench.devices import find
 from bench.floor import Work, layer_bytes
 from bench.layers_options import LayersOptions, require_layers
 from bench.machine import command_line, describe_machine, with_clocks_now
-from bench.random_weights import random_weights
 from bench.rank_slice_report import routing_words
 from bench.result import SCHEMA, figure, median_figure, noisy_names
-from bench.slice_model import Case
 from jax_impl.backend import AUTO, STAGES, Backend
 from jax_impl.config import ModelConfig
 from jax_impl.memory import MemorySettings
 from jax_impl.model import Stream, layer_weights, place, run_layer
 from jax_impl.progress import note
+from jax_impl.random_step import Case, make_inputs, random_cache, random_stream
+from jax_impl.random_weights import random_weights
 from jax_impl.static import Static
 from jax_impl.weights import BYTES, weight_table
 
@@ -212,9 +212,9 @@ def run_layers(
     static, config = bound.static, bound.static.config
     case = bound.cases[-1]
     weights = random_weights(config, bound.placement, o.seed, static.run)
-    cache = slice_model.random_cache(config, static.run, bound.placement, o.seed)
-    inputs, _ = slice_model.make_inputs(config, static.run, case, o.context, 1, o.seed)
-    stream = slice_parity.random_stream(static, case, o.seed)
+    cache = random_cache(config, static.run, bound.placement, o.seed)
+    inputs, _ = make_inputs(config, static.run, case, o.context, 1, o.seed)
+    stream = random_stream(static, case, o.seed)
     device = find(jax.devices()[0].device_kind)
     machine, figures, apart = describe_machine(), {}, {}
     timelines: dict[str, list[Activity]] = {}

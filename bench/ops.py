@@ -9,7 +9,8 @@ substituted. `other` is what XLA runs around the kernels of the same call.
 The error is against float64 on the host, beside the standard path's own error on the same inputs,
 before and after timing; a case fails if the kernel's exceeds 4e-3, or both twice the standard
 path's and 1e-6 (f32 results differ in the order of summation only).
-`replays` repetitions must be equal bit by bit. `--preset tiny` is `bench.ops_standard`.
+`replays` repetitions must be equal bit by bit, and nothing may be written outside of the outputs
+(`bench.guards`). `--preset tiny` is `bench.ops_standard`.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.devices import Device, find
+from bench.guards import guarded
 from bench.machine import command_line, describe_machine, with_clocks_now
 from bench.ops_cases import cases
 from bench.ops_options import OpsOptions
@@ -124,7 +126,9 @@ def run_case(
     kernels, calls = times(problem, o.repeats)
     after = errors(problem, 1, before["want"])
     different = replays_equal(problem, o.replays)
-    passed, worst = judge(before, after, different)
+    layer = jnp.int32(1)  # made here: traced in `guarded` it would be no number to the call
+    outside = guarded(lambda: problem.call(layer))
+    passed, worst = judge(before, after, different + outside["bytes_changed_outside"])
     parity = {
         "what": name,
         "passed": passed,
@@ -133,6 +137,7 @@ def run_case(
         "rel_l2_standard": json_number(before["standard"]),
         "replays": o.replays,
         "replays_different": different,
+        **outside,
     }
     figures = case_figures(name, problem, kernels, calls, device)
     shown = {n: figures[f"{name}.{n}"]["value"] for n in ("kernel_us", "other_us", "gb_s")}
@@ -146,7 +151,7 @@ def run_case(
 
 
 def judge(before: dict[str, Any], after: dict[str, Any], different: int) -> tuple[bool, float]:
-    """Whether a case passed, and the kernel's larger error."""
+    """Whether a case passed, and the kernel's larger error; `different`: what is not as it was."""
     worst = max(before["kernel"], after["kernel"])
     allowed = max(2 * before["standard"], 1e-6)
     passed = (

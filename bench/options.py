@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Annotated
-
-import tyro
-
 
 def see_help(command: str) -> str:
     """What to do about wrong options."""
@@ -17,29 +13,3 @@ def seed_problems(seed: int) -> list[str]:
     if 0 <= seed < 2**32:
         return []
     return [f"--seed {seed}: expected 0 to {2**32 - 1}"]
-
-
-def numbers(text: str) -> tuple[int, ...]:
-    """`1,8,64` as numbers.
-
-    Raises:
-        ValueError: something else.
-    """
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise ValueError(
-            f"found {text!r}, expected whole numbers with commas, such as 1,8,64; correct it"
-        ) from None
-
-
-Numbers = Annotated[
-    tuple[int, ...],
-    tyro.constructors.PrimitiveConstructorSpec(
-        nargs=1,
-        metavar="N,N,...",
-        instance_from_str=lambda args: numbers(args[0]),
-        is_instance=lambda found: isinstance(found, tuple),
-        str_from_instance=lambda found: [",".join(map(str, found))],
-    ),
-]

@@ -15,8 +15,7 @@ from bench.devices import find
 from bench.floor import Work, step_bytes
 from bench.published import PUBLISHED
 from bench.result import acceptance_words, all_noisy
-from bench.roofline import RELEASED
-from jax_impl.config import ModelConfig
+from jax_impl.config import RELEASED_CONFIG, ModelConfig
 from jax_impl.memory import MemorySettings
 
 FLOORS = ("dimgray", "tab:brown", "darkkhaki", "black")  # of floors that differ
@@ -123,7 +122,7 @@ def step_floors(named: Named, rows: list[int]) -> list[tuple[int, float]]:
     device, shapes = find(conditions["device"]), conditions["shapes"]
     if device is None or not isinstance(shapes, dict) or shapes.get("preset") != "k3":
         return []
-    config = ModelConfig.load(RELEASED)
+    config = ModelConfig.load(RELEASED_CONFIG)
     settings = MemorySettings(ranks=shapes["tp"], kv_dtype=shapes["kv_dtype"])
     found = []
     for n in rows:

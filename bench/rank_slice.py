@@ -29,12 +29,9 @@ import numpy as np
 
 from bench import slice_model, slice_parity, timing
 from bench.machine import command_line, describe_machine, with_clocks_now
-from bench.random_weights import random_weights
 from bench.rank_slice_options import SliceOptions, require_options
 from bench.rank_slice_report import conditions_of, figures_of
 from bench.result import SCHEMA
-from bench.roofline import RELEASED
-from bench.slice_model import Case
 from jax_impl.acceptance_config import Acceptance
 from jax_impl.backend import Backend, choose_backend
 from jax_impl.binding import bind, is_bound
@@ -45,18 +42,12 @@ from jax_impl.loader import free_device_bytes
 from jax_impl.memory import require_room
 from jax_impl.params import Weights, abstract_weights
 from jax_impl.progress import count_bar, note
+from jax_impl.random_step import Case, load_config, make_inputs, random_cache, random_stream
+from jax_impl.random_weights import random_weights
 from jax_impl.sharding import Placement, require_ranks
 from jax_impl.static import Static
-from jax_impl.tiny_presets import PRESETS, text_config
 
 COUNTED = 20  # layers in which distinct experts are counted, so that no deep program is needed
-
-
-def load_config(preset: str) -> ModelConfig:
-    """The released model's configuration, or that of a small preset."""
-    if preset == "k3":
-        return ModelConfig.load(RELEASED)
-    return ModelConfig.from_dict(text_config(PRESETS[preset].target), source=f"preset {preset}")
 
 
 @dataclass(frozen=True)
@@ -145,11 +136,11 @@ class Programs:
         """Make what is to be compiled; nothing is yet."""
         o = setting.options
         self.case = case
-        self.inputs, self.tokens = slice_model.make_inputs(
+        self.inputs, self.tokens = make_inputs(
             setting.config, setting.static.run, case, o.context, o.steps, o.seed
         )
         self.each = [replace(self.inputs, tokens=t) for t in self.tokens]
-        self.stream = slice_parity.random_stream(setting.static, case, o.seed)
+        self.stream = random_stream(setting.static, case, o.seed)
         self.compiled: dict[Any, Any] = {}
 
     def jobs(
@@ -269,7 +260,7 @@ def run_rank_slice(o: SliceOptions, argv: list[str] | None = None) -> dict[str, 
     with stage("random weights and cache", took):
         config, run = setting.static.config, setting.static.run
         weights = random_weights(config, setting.placement, o.seed, run)
-        cache = slice_model.random_cache(config, run, setting.placement, o.seed)
+        cache = random_cache(config, run, setting.placement, o.seed)
         jax.block_until_ready((weights, cache))
     _require_layout(weights, config, run, o.tp)
     with stage("compilation", took):

@@ -14,11 +14,11 @@ from bench.devices import find
 from bench.floor import Work, layer_bytes, mean_distinct
 from bench.result import figure, median_figure, noisy_names
 from bench.roofline import MOE_PERIOD
-from bench.slice_model import Case
 from jax_impl.backend import Backend
 from jax_impl.config import ModelConfig
 from jax_impl.memory import MemorySettings
 from jax_impl.model import loop_of
+from jax_impl.random_step import Case
 
 if TYPE_CHECKING:
     from bench.rank_slice import Setting

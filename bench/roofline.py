@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import tyro
@@ -17,16 +16,16 @@ import tyro
 from bench.devices import DEVICES, Device
 from bench.floor import KINDS, Work, kind_of, layer_bytes, mean_distinct, step_bytes
 from bench.machine import code_version, command_line, versions
-from bench.options import Numbers, see_help
+from bench.options import see_help
 from bench.projection import assumption_rows, project, projection_rows
 from bench.published import PUBLISHED, tokens_per_second
 from bench.result import SCHEMA, figure
-from jax_impl.config import ConfigError, ModelConfig
+from jax_impl.config import RELEASED_CONFIG, ConfigError, ModelConfig
 from jax_impl.memory import MemorySettings
+from jax_impl.number_list import Numbers
 from jax_impl.problems import listed
 from jax_impl.weights import choose_ranks, indivisible, weight_table
 
-RELEASED = Path(__file__).parents[1] / "parity" / "golden" / "k3_config.json"
 MOE_PERIOD = ("kda", "kda", "kda", "mla")  # of the layers that repeat
 
 
@@ -137,7 +136,7 @@ def roofline(
 
 
 def _is_released(config: ModelConfig) -> bool:
-    return config == ModelConfig.load(RELEASED)
+    return config == ModelConfig.load(RELEASED_CONFIG)
 
 
 def _shapes_of_slice(config: ModelConfig, o: RooflineOptions) -> dict[str, Any]:

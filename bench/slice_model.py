@@ -7,8 +7,7 @@ this is for timing compute.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -20,29 +19,15 @@ from bench.floor import KINDS, kind_of
 from jax_impl.acceptance_config import Acceptance
 from jax_impl.backend import AUTO, Backend
 from jax_impl.cache import Cache, StepInputs
-from jax_impl.config import ConfigError, ModelConfig, RunConfig
+from jax_impl.config import ConfigError, ModelConfig
 from jax_impl.model import forward
 from jax_impl.params import Weights
-from jax_impl.sharding import Placement, make_spread_cache
+from jax_impl.random_step import Case
 from jax_impl.speculate import verify
 from jax_impl.static import Static
 from jax_impl.step import build_step, step
 
 MLA_EVERY = 4  # among the layers with experts, in the released pattern
-
-
-@dataclass(frozen=True)
-class Case:
-    """One kind of step: B sequences of T rows each; `verify` commits what was accepted only."""
-
-    name: str
-    batch: int
-    tokens: int
-
-    @property
-    def verifies(self) -> bool:
-        """Whether the step judges drafts."""
-        return self.tokens > 1
 
 
 def cases(rows: tuple[int, ...], drafts: int) -> list[Case]:
@@ -76,49 +61,6 @@ def layer_kinds(config: ModelConfig) -> dict[str, int]:
     """Number of layers by kind; `kda` and `mla` are those with experts."""
     kinds = [kind_of(config, i) for i in range(config.num_hidden_layers)]
     return {kind: kinds.count(kind) for kind in KINDS}
-
-
-def random_cache(config: ModelConfig, run: RunConfig, placement: Placement, seed: int) -> Cache:
-    """A cache in which every slot and page holds random finite values."""
-    empty = make_spread_cache(config, run, placement)
-    sizes = {"kda_state": 0.1, "conv_window": 1.0, "kv_latent": 1.0}
-
-    @partial(jax.jit, donate_argnums=0)
-    def fill(old: jax.Array, key: Any, size: float) -> jax.Array:
-        drawn = size * jax.random.uniform(key, old.shape[1:], jnp.float32, -2, 2)
-        return jnp.broadcast_to(drawn, old.shape).astype(old.dtype)
-
-    keys = jax.random.split(jax.random.key(seed + 2, impl="rbg"), len(sizes))
-    filled = {
-        name: fill(getattr(empty, name), key, size)
-        for (name, size), key in zip(sizes.items(), keys, strict=True)
-    }
-    return replace(empty, **filled)
-
-
-def make_inputs(
-    config: ModelConfig, run: RunConfig, case: Case, context: int, steps: int, seed: int
-) -> tuple[StepInputs, jax.Array]:
-    """Inputs at the end of a context, and random tokens i32 [steps, B, T] of every step.
-
-    The position is the same in every step, which keeps the context what it is said to be; pages are
-    scattered over the cache.
-    """
-    rng = np.random.default_rng(seed + 3)
-    width = run.pages_for(context)
-    pages = rng.permutation(run.pages)[: case.batch * width].reshape(case.batch, width)
-    whole = lambda value, dtype: jnp.full(case.batch, value, dtype)  # noqa: E731
-    tokens = rng.integers(0, config.vocab_size, (steps, case.batch, case.tokens), np.int32)
-    inputs = StepInputs(
-        tokens=jnp.asarray(tokens[0]),
-        count=whole(case.tokens, jnp.int32),
-        position=whole(context - case.tokens, jnp.int32),
-        slot=jnp.arange(case.batch, dtype=jnp.int32),
-        page_table=jnp.asarray(pages, jnp.int32),
-        temperature=whole(0, jnp.float32),
-        seed=whole(seed, jnp.uint32),
-    )
-    return inputs, jnp.asarray(tokens)
 
 
 One = Callable[[Weights, Cache, StepInputs], tuple[Cache, Any]]

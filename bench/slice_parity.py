@@ -16,12 +16,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from bench.slice_model import Case
 from jax_impl.backend import AUTO, Backend
 from jax_impl.cache import Cache, StepInputs
-from jax_impl.collectives import all_gather, all_max
+from jax_impl.collectives import all_max
 from jax_impl.model import Stream, layer_weights, place, run_layer
 from jax_impl.params import Moe, Weights
+from jax_impl.selftest_stages import (
+    FP8_ROWS,
+    chosen,
+    exact,
+    mla_over,
+    rel_l2,
+    written_rows,
+)
 from jax_impl.sharding import (
     ONE_DEVICE,
     P,
@@ -30,15 +37,8 @@ from jax_impl.sharding import (
     input_specs,
     weight_specs,
 )
-from jax_impl.stages import standard
-from jax_impl.stages.paged import write_rows
 from jax_impl.static import Static
 from parity.tolerances import TOLERANCES
-
-# Both sides round to e4m3, from values that differ by bf16 noise, so that some elements fall to the
-# two sides of a step. One rounding has an error of up to 2^-4 / sqrt(3) of the value, in the mean
-# square.
-FP8_ROWS = 2.0**-5
 
 
 def checked_layers(static: Static) -> dict[str, int]:
@@ -57,7 +57,7 @@ def layer_check(
     prefix, delta [N, D] and bank [N, J, D] in the compute dtype, equal on all ranks. Over the ranks
     of a mesh the largest distance counts.
     """
-    exact = replace(static, run=replace(static.run, compute="float32", decode_backend="auto"))
+    reference = exact(static)
 
     def run(
         weights: Weights, cache: Cache, inputs: StepInputs, *stream: jax.Array
@@ -65,10 +65,10 @@ def layer_check(
         got, after = _run(static, backend, layer, weights, cache, inputs, *stream)
         wide = replace(cache, conv_window=cache.conv_window.astype(jnp.float32))
         raised = [x.astype(jnp.float32) for x in stream]
-        reference = AUTO._replace(mla=_mla_over(after.kv_latent))
-        want, wanted = _run(exact, reference, layer, weights, wide, inputs, *raised)
-        found = {name: _rel_l2(got[name], want[name]) for name in ("heads", "prefix", "y")}
-        found |= _feed_forward(exact, weights, layer, got)
+        standard = AUTO._replace(mla=mla_over(after.kv_latent))
+        want, wanted = _run(reference, standard, layer, weights, wide, inputs, *raised)
+        found = {name: rel_l2(got[name], want[name]) for name in ("heads", "prefix", "y")}
+        found |= _feed_forward(reference, weights, layer, got)
         found |= _caches(static, layer, inputs, cache, after, wanted)
         return {name: all_max(value, static.ranks) for name, value in found.items()}
 
@@ -90,36 +90,15 @@ def _run(static, backend, layer, weights, cache, inputs, prefix, bank, delta):
     return record, cache
 
 
-def _mla_over(cached: jax.Array):
-    """Standard MLA whose new rows go into its cache, but whose heads attend over `cached`."""
-
-    def mla(static, w, layer, x, inputs, kv_latent, kv_scale):
-        q, gate, rows = standard.mla_inputs(static, w, x, inputs)
-        kv_latent = write_rows(inputs, layer, rows, kv_latent, kv_scale, static.context)
-        return standard.mla_attend(static, w, layer, q, gate, inputs, cached, kv_scale), kv_latent
-
-    return mla
-
-
 def _feed_forward(exact: Static, weights: Weights, layer: int, got: dict[str, Any]):
     """Distance of `delta`, and how far the chosen experts are from the best by score."""
-    w, nx = layer_weights(exact, weights, layer).mlp, exact.nx
+    w = layer_weights(exact, weights, layer).mlp
     assert isinstance(w, Moe)  # `checked_layers` takes no other
     y, ids = got["y"].astype(jnp.float32), got["ids"]
-    scores = jax.nn.sigmoid(all_gather(nx.project(y, w.gate), exact.ranks))
-    biased = scores + w.e_score_correction_bias
-    best = jax.lax.top_k(biased, ids.shape[-1])[0]
-    # both sorted: where the sets are equal but for ties, so are the values
-    mine = jnp.sort(jnp.take_along_axis(biased, ids, axis=-1), axis=-1)[:, ::-1]
-    twice = jnp.any(jnp.diff(jnp.sort(ids, axis=-1), axis=-1) == 0)
-    share = jnp.take_along_axis(scores, ids, axis=-1)
-    share = share / jnp.sum(share, -1, keepdims=True) * exact.config.routed_scaling_factor
-    chosen = AUTO.route(exact, w, y)._replace(ids=ids, weights=share)
-    delta = AUTO.moe_out(exact, w, AUTO.experts(exact, w, chosen), chosen.shared)
-    return {
-        "router_gap": jnp.where(twice, jnp.inf, jnp.max(jnp.abs(best - mine))),
-        "delta": _rel_l2(got["delta"], delta),
-    }
+    gap, share = chosen(exact, w, y, ids)
+    routed = AUTO.route(exact, w, y)._replace(ids=ids, weights=share)
+    delta = AUTO.moe_out(exact, w, AUTO.experts(exact, w, routed), routed.shared)
+    return {"router_gap": gap, "delta": rel_l2(got["delta"], delta)}
 
 
 def _caches(static: Static, layer: int, inputs: StepInputs, before: Cache, got: Cache, want: Cache):
@@ -127,22 +106,14 @@ def _caches(static: Static, layer: int, inputs: StepInputs, before: Cache, got: 
     ordinal = static.config.attn_ordinal(layer)
     if not static.config.is_mla(layer):
         return {
-            name: _rel_l2(
+            name: rel_l2(
                 getattr(got, name)[ordinal][inputs.slot], getattr(want, name)[ordinal][inputs.slot]
             )
             for name in ("kda_state", "conv_window")
         }
-    old, a, b = (
-        x.kv_latent[ordinal][inputs.page_table].astype(jnp.float32) for x in (before, got, want)
-    )
-    # rows that neither side wrote are equal and would hide the others
-    written = jnp.any((a != old) | (b != old), axis=-1, keepdims=True)
-    return {"kv_latent": _rel_l2(jnp.where(written, a, 0), jnp.where(written, b, 0))}
-
-
-def _rel_l2(got: jax.Array, want: jax.Array) -> jax.Array:
-    a, b = got.astype(jnp.float32), want.astype(jnp.float32)
-    return jnp.sqrt(jnp.sum((a - b) ** 2) / jnp.sum(b**2))
+    pages = (ordinal, inputs.page_table)
+    a, b = written_rows(*(x.kv_latent[pages] for x in (before, got, want)))
+    return {"kv_latent": rel_l2(a, b)}
 
 
 def limits(static: Static) -> dict[str, float]:
@@ -154,17 +125,6 @@ def limits(static: Static) -> dict[str, float]:
     if static.run.fp8:
         found["kv_latent"] = FP8_ROWS
     return found | {"router_gap": gap}
-
-
-def random_stream(static: Static, case: Case, seed: int) -> tuple[jax.Array, ...]:
-    """Prefix, bank and delta of a check, in the compute dtype."""
-    c, rows = static.config, case.batch * case.tokens
-    keys = jax.random.split(jax.random.key(seed + 4), 3)
-    shapes = ((rows, c.hidden_size), (rows, c.num_snapshots, c.hidden_size), (rows, c.hidden_size))
-    return tuple(
-        jax.random.normal(k, s, jnp.float32).astype(static.nx.dtype)
-        for k, s in zip(keys, shapes, strict=True)
-    )
 
 
 def verdict(static: Static, found: dict[str, dict[str, float]]) -> dict[str, Any]:

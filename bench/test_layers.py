@@ -13,10 +13,10 @@ from bench.activities import Activity, busy_us, leaves, record, stages_of
 from bench.floor import Work, layer_bytes
 from bench.layers import layer_figures, stage_bytes
 from bench.layers_options import LayersOptions, require_layers
-from bench.rank_slice import load_config
 from bench.result import CONDITIONS, read
 from bench.timeline import draw_timeline
 from jax_impl.memory import MemorySettings
+from jax_impl.random_step import load_config
 
 
 def act(name, start, duration, stage=""):

@@ -1,6 +1,7 @@
 """`bench ops`: figures of a case, what fails one, and the list. Kernels themselves need a GPU."""
 
 import json
+from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
@@ -51,6 +52,13 @@ def test_kernels_of_a_call_are_summed_and_others_kept_apart():
     assert figures["x.distinct_experts"]["value"] == 16.0
     assert parity["passed"]
     assert parity["replays_different"] == 0
+
+
+def test_a_call_may_take_its_layer_as_a_number():
+    """As the cases of experts and vocabulary do."""
+    fine = problem()
+    case = replace(fine, call=lambda layer: fine.call([None, layer][int(layer)]))
+    assert run_case("x", case, OpsOptions(repeats=1, replays=1), None, times)[1]["passed"]
 
 
 @pytest.mark.parametrize(

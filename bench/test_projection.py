@@ -15,14 +15,13 @@ from bench.projection import (
     projection_rows,
 )
 from bench.result import CONDITIONS, ResultError, figure, write
-from bench.roofline import RELEASED
-from jax_impl.config import ModelConfig
+from jax_impl.config import RELEASED_CONFIG, ModelConfig
 from jax_impl.tiny_presets import PRESETS, text_config
 
 
 @pytest.fixture(scope="module")
 def k3():
-    return ModelConfig.load(RELEASED)
+    return ModelConfig.load(RELEASED_CONFIG)
 
 
 ASKED = {"tp": 16, "context": 1024, "kv_dtype": "float8_e4m3fn", "experts": "tp", "dcp": 1}

@@ -10,8 +10,7 @@ import pytest
 
 from bench import slice_model
 from bench.__main__ import main
-from bench.random_weights import fill_all, random_weights
-from bench.rank_slice import load_config, prepare
+from bench.rank_slice import prepare
 from bench.rank_slice_options import SliceOptions
 from bench.rank_slice_report import figures_of, how_layers_run, in_ratio
 from bench.result import read
@@ -19,6 +18,8 @@ from jax_impl.backend import AUTO, LATENCY_SPECIALIZED
 from jax_impl.binding import bind
 from jax_impl.collectives import Ranks
 from jax_impl.config import ConfigError, RunConfig
+from jax_impl.random_step import load_config
+from jax_impl.random_weights import fill_all, random_weights
 from jax_impl.sharding import Placement
 from jax_impl.weights import weight_table
 

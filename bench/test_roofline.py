@@ -8,14 +8,13 @@ from bench.__main__ import main
 from bench.devices import DEVICES
 from bench.floor import Work, layer_bytes, mean_distinct, step_bytes
 from bench.published import PUBLISHED, tokens_per_second
-from bench.roofline import RELEASED
-from jax_impl.config import ModelConfig
+from jax_impl.config import RELEASED_CONFIG, ModelConfig
 from jax_impl.memory import MemorySettings, weight_bytes
 
 
 @pytest.fixture(scope="module")
 def k3():
-    return ModelConfig.load(RELEASED)
+    return ModelConfig.load(RELEASED_CONFIG)
 
 
 def test_six_tokens_in_a_round_of_7_126_ms_are_842_per_second():

@@ -4,11 +4,10 @@ import jax.numpy as jnp
 import pytest
 
 from bench import slice_parity
-from bench.random_weights import random_weights
-from bench.rank_slice import load_config
-from bench.slice_model import Case, make_inputs, random_cache
 from jax_impl.backend import AUTO
 from jax_impl.config import RunConfig
+from jax_impl.random_step import Case, load_config, make_inputs, random_cache, random_stream
+from jax_impl.random_weights import random_weights
 from jax_impl.sharding import ONE_DEVICE
 from jax_impl.static import Static
 
@@ -28,7 +27,7 @@ def checked():
     weights = random_weights(config, ONE_DEVICE, 3, run)
     cache = random_cache(config, run, ONE_DEVICE, 3)
     inputs, _ = make_inputs(config, run, case, CONTEXT, 1, 3)
-    stream = slice_parity.random_stream(static, case, 3)
+    stream = random_stream(static, case, 3)
     layer = slice_parity.checked_layers(static)["mla"]
 
     def failed(backend):

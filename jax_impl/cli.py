@@ -1,7 +1,8 @@
-"""The `k3` command: check, memory, convert, generate, make-tiny. `python -m jax_impl` is the same.
+"""The `k3` command: check, memory, convert, generate, make-tiny, selftest.
 
-Exit status 0: done; 1: it ran, and something compared is bad; 2: bad input; 3: the watchdog ended
-processes; 130: interrupted; 141: the reader of its output went away. `--version` prints versions.
+`python -m jax_impl` is the same. Exit status 0: done; 1: it ran, and something compared is bad;
+2: bad input; 3: the watchdog ended processes; 130: interrupted; 141: the reader of its output went
+away. `--version` prints versions.
 """
 
 # Nothing heavy is imported before a command runs: `k3 --help` needs neither JAX nor NumPy.
@@ -17,6 +18,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from jax_impl.number_list import Numbers
 from jax_impl.output import SHOWN, Out, run_command
 from jax_impl.processes import ONE_PROCESS, ProcessOptions, is_first, launch
 
@@ -271,6 +273,56 @@ def make_tiny(
     return 0
 
 
+@dataclass(frozen=True)
+class SelftestOptions:
+    """What `k3 selftest` checks.
+
+    Attributes:
+        backend: whose stages are checked; auto against itself in float32 runs on any machine.
+        tp: rank counts, one rank's share of each.
+        rows: sequences of a decode step, 1 to 64.
+        drafts: drafts of a verification of one sequence; 0 leaves it out.
+        context: tokens of each sequence.
+        kv_dtype: dtype of the MLA latent cache.
+        page_size: rows of a cache page.
+        preset: the released model's sizes, or those of a small one.
+        seed: of weights, caches and inputs.
+    """
+
+    backend: Literal["auto", "latency_specialized"] = "latency_specialized"
+    tp: Numbers = (16, 8)
+    rows: Numbers = (1, 8, 64)
+    drafts: int = 7
+    context: int = 1024
+    kv_dtype: Literal["bfloat16", "float8_e4m3fn"] = "float8_e4m3fn"
+    page_size: int = 64
+    preset: Literal["k3", "tiny", "tp16"] = "k3"
+    seed: int = 0
+
+
+def selftest(
+    options: Annotated[SelftestOptions, tyro.conf.arg(name="")] = SelftestOptions(),
+    output: Out = SHOWN,
+) -> int:
+    """Check each stage of a backend on this machine against its reference, with random weights.
+
+    Example: k3 selftest
+    Example: k3 selftest --backend auto --preset tiny --tp 1 --rows 1 --drafts 3
+
+    Args:
+        options: what to check.
+        output: where the result goes.
+    """
+    output.prepare()
+    from jax_impl.selftest import run_selftest, table
+
+    result = run_selftest(options)
+    title = f"selftest of {options.backend} on {result['conditions']['device']}"
+    columns = ("what", "where it is worst", "error", "limit", "")
+    output.deliver(result, title, columns, table(result))
+    return 0 if result["passed"] else 1
+
+
 def _rows(result: dict[str, Any], prefix: str = "") -> list[tuple[str, ...]]:
     rows: list[tuple[str, ...]] = []
     for key, value in result.items():
@@ -287,6 +339,7 @@ COMMANDS = {
     "convert": convert,
     "generate": generate,
     "make-tiny": make_tiny,
+    "selftest": selftest,
 }
 
 

@@ -23,7 +23,9 @@ from jax_impl.config_rules import (
 )
 from jax_impl.problems import listed, refused_by_system
 
-__all__ = ["GROUP", "ConfigError", "ModelConfig", "RunConfig"]
+__all__ = ["GROUP", "RELEASED_CONFIG", "ConfigError", "ModelConfig", "RunConfig"]
+
+RELEASED_CONFIG = Path(__file__).with_name("k3_config.json")  # the published config.json
 
 
 class ConfigError(ValueError):

@@ -12,6 +12,7 @@ import numpy as np
 from jax import lax
 
 from pallas_kernels import common
+from pallas_kernels.narrow_product import largest_piece, product
 
 TILE = 64  # cache rows per step
 Q_SHIFT = 2.0**-6  # of q in f16: exact for bf16 from 0.004 to 4e6, below with an error of 2e-6
@@ -229,7 +230,7 @@ def _attend(c: _Cta) -> None:
 
     s, t, columns = c.s, c.t, c.t.columns
     share = s.latent // t.warpgroups
-    rows = _piece(share, columns)  # of the latent per product
+    rows = largest_piece(share, columns)  # of the latent per product
     layout = plgpu.Layout.WGMMA
     low = jnp.float32(-jnp.inf)
     plgpu.barrier_wait(c.came.at[0])
@@ -247,12 +248,13 @@ def _attend(c: _Cta) -> None:
         plgpu.barrier_wait(c.full.at[slot])
         tile = _prepare(c, slot, base)
 
-        def scores(acc: Any) -> jax.Array:
-            plgpu.wgmma(acc, tile, common.tref(c.qs))
-            plgpu.wgmma_wait(0)
-            return acc[...]
+        def cached(start: Any, size: int) -> Any:
+            return tile.at[:, pl.ds(start, size)]
 
-        score = pl.run_scoped(scores, plgpu.ACC((TILE, columns), jnp.float32))
+        def asked(start: Any, size: int) -> Any:
+            return common.tref(c.qs.at[:, pl.ds(start, size)])
+
+        score = product(cached, asked, TILE, columns, s.row)
         key = base + plgpu.broadcasted_iota(jnp.int32, (TILE, columns), 0, layout=layout)
         score = jnp.where(key < across(limit, TILE), score * (factor * to_log2), low)
         new = jnp.maximum(top, _reduce(c, score, "max"))
@@ -265,14 +267,14 @@ def _attend(c: _Cta) -> None:
         after = []
         for j, old in enumerate(sums):
 
-            def value(acc: Any, j: int = j) -> jax.Array:
-                mine = pl.ds(c.wg * share + j * rows, rows)
-                plgpu.wgmma(acc, common.tref(tile.at[:, mine]), common.tref(c.ps.at[c.wg]))
-                plgpu.wgmma_wait(0)
-                return acc[...]
+            def latents(_: Any, __: int, j: int = j) -> Any:
+                return common.tref(tile.at[:, pl.ds(c.wg * share + j * rows, rows)])
 
-            product = pl.run_scoped(value, plgpu.ACC((rows, columns), jnp.float32))
-            after.append(old * across(keep, rows) + product)
+            def shares(_: Any, __: int) -> Any:
+                return common.tref(c.ps.at[c.wg])
+
+            seen = product(latents, shares, rows, columns, TILE)
+            after.append(old * across(keep, rows) + seen)
         plgpu.barrier_arrive(c.free.at[slot])
         return tuple(after), new, mass
 
@@ -291,14 +293,6 @@ def _attend(c: _Cta) -> None:
     def _():
         found = (top + jnp.log2(jnp.where(total == 0.0, 1.0, total))) * (1 / LOG2E)
         c.lse[c.sequence, c.group, c.split] = found
-
-
-def _piece(share: int, columns: int) -> int:
-    """Latent columns of one product, so that its sums take at most 32 registers."""
-    rows = share
-    while rows > 64 and (rows * columns > 32 * 128 or share % rows):
-        rows -= 64
-    return rows
 
 
 def _limits_of_columns(c: _Cta) -> jax.Array:

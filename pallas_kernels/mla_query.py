@@ -28,6 +28,7 @@ from jax import lax
 from pallas_kernels import common
 from pallas_kernels.mla_attend import arrange, query_dtype
 from pallas_kernels.mla_attend_cta import Q_SHIFT
+from pallas_kernels.narrow_product import product
 
 TILE = 64  # columns of a query row per CTA
 GROUP = 4  # cache rows per CTA: enough numbers of the rope part for every thread
@@ -74,7 +75,6 @@ def limits(
     common.expect(out, "columns of a group", columns, "a multiple of 8", ok)
     for name, x in (("q", q), ("kv_a", kv_a), ("kv_b", kv_b), ("norm", norm)):
         common.expect(out, f"dtype of {name}", x.dtype, "bfloat16", x.dtype == jnp.bfloat16)
-    common.expect(out, "architecture", common.architecture(), "sm_90", not common.blackwell())
     ok = cache.dtype in (jnp.bfloat16, jnp.float8_e4m3fn)
     common.expect(out, "dtype of cache", cache.dtype, "bfloat16 or float8_e4m3fn", ok)
     return out
@@ -265,12 +265,11 @@ def _body(s: _Sizes, width: int, dtype: Any, even: bool) -> Any:
             plgpu.copy_gmem_to_smem(q.at[rows, pl.ds(at, s.nope)], xs, pair.at[0])
             plgpu.barrier_wait(pair.at[0])
 
-            def product(acc):
-                plgpu.wgmma(acc, common.tref(ws), common.tref(xs))
-                plgpu.wgmma_wait(0)
-                return acc[...]
-
-            z = pl.run_scoped(product, plgpu.ACC((TILE, width), f32))
+            z = product(
+                lambda start, size: common.tref(ws.at[pl.ds(start, size)]),
+                lambda start, size: common.tref(xs.at[:, pl.ds(start, size)]),
+                *(TILE, width, s.nope),
+            )
             common.tref(ys)[...] = query_value(z.astype(jnp.bfloat16))
             store()
 

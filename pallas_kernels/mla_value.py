@@ -23,6 +23,7 @@ from jax import lax
 from pallas_kernels import common
 from pallas_kernels.mla_attend import Parts, merge
 from pallas_kernels.mla_attend_cta import TILE as CACHE_TILE
+from pallas_kernels.narrow_product import product
 
 TILE = 64  # rows of W_UV per CTA
 NARROW = 8  # columns of the tensor core's narrow operand
@@ -82,7 +83,6 @@ def limits(
     common.expect(out, "rows of kv_b", kv_b.shape[1], f"{heads} times (nope + values)", ok)
     ok = latent % SPAN == 0 and latent // SPAN <= 8
     common.expect(out, "latent width", latent, f"a multiple of {SPAN} up to {8 * SPAN}", ok)
-    common.expect(out, "architecture", common.architecture(), "sm_90", not common.blackwell())
     for name, x in (("gate", gate), ("kv_b", kv_b)):
         common.expect(out, f"dtype of {name}", x.dtype, "bfloat16", x.dtype == jnp.bfloat16)
     return out
@@ -238,12 +238,11 @@ def _body(s: _Sizes, t: Tuning) -> Any:
             plgpu.barrier_wait(done.at[0])
             plgpu.barrier_wait(full.at[0])
 
-            def product(acc):
-                plgpu.wgmma(acc, ws, common.tref(xs))
-                plgpu.wgmma_wait(0)
-                return acc[...]
-
-            z = pl.run_scoped(product, plgpu.ACC((TILE, NARROW), jnp.float32))
+            z = product(
+                lambda start, size: ws.at[:, pl.ds(start, size)],
+                lambda start, size: common.tref(xs.at[:, pl.ds(start, size)]),
+                *(TILE, NARROW, s.latent),
+            )
             z = z.astype(jnp.bfloat16).astype(jnp.float32)
             g = plgpu.load(common.tref(gs), layout=layout, optimized=False).astype(jnp.float32)
             z = z / (1 + jnp.exp(-g))

@@ -47,8 +47,10 @@ STAND_INS = (
     (r"^srun( --\S+)+ ", "", HOSTS),
     (r" --coordinator \S+ --num-processes 4 --process-id I", "", HOSTS),
     (r"k3 generate \.\.\.", "k3 generate CKPT --prompt-ids 5,17,101 --steps 2", "shortened there"),
+    (r"^k3 selftest( .*)?$", "k3 selftest --backend auto --preset tiny --tp 1 --rows 1 --drafts 0 "
+     "--context 32 --page-size 16", "kernels need a GPU; so do the released sizes"),
     (r"k3 generate --check", "k3 generate CKPT --prompt-ids 5 --tp 16 --check", "shortened there"),
-    (r"k3 memory (CKPT|/data/Kimi-K3)", "k3 memory parity/golden/k3_config.json",
+    (r"k3 memory (CKPT|/data/Kimi-K3)", "k3 memory jax_impl/k3_config.json",
      "sizes come from config.json alone, and the released one is here"),
     (r"/data/Kimi-K3-DSpark|\bDRAFT\b", "tiny/draft", HERE),
     (r"(?<!\S)(/data/Kimi-K3|CKPT)(?!\S)", "tiny/target", HERE),

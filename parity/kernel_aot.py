@@ -124,10 +124,7 @@ def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
 
 
 def mla_cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """The three MLA kernels in one call, by ranks, rows, tokens of a sequence and cache dtype.
-
-    For `h200` only: they use wgmma.
-    """
+    """The three MLA kernels in one call, by ranks, rows, tokens of a sequence and cache dtype."""
     import jax
     import jax.numpy as jnp
 
@@ -237,8 +234,7 @@ def main(argv: list[str] | None = None) -> int:
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
     os.environ["PATH"] += os.pathsep + str(folder / "bin")
     bad = 0
-    every = cases() | (mla_cases() if args.target == "h200" else {})
-    for name, (call, avals) in every.items():
+    for name, (call, avals) in (cases() | mla_cases()).items():
         if args.match not in name:
             continue
         for line in compile_case(args.target, call, avals):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from jax_impl.cli import main
+from jax_impl.config import RELEASED_CONFIG
 
 
 def k3(*args: str) -> int:
@@ -59,22 +60,19 @@ def test_check_refuses_a_missing_shard_by_name(tiny, tmp_path, capsys):
         assert "looks incomplete" in error
 
 
-def test_memory_of_the_released_model(golden_dir, tmp_path):
+def test_memory_of_the_released_model(tmp_path):
     target = tmp_path / "memory.json"
-    config = golden_dir / "k3_config.json"
-    assert (
-        k3("memory", config, "--tp", 16, "--context", 32768, "--batch", 32, "--json", target) == 0
-    )
+    args = ("--tp", 16, "--context", 32768, "--batch", 32, "--json", target)
+    assert k3("memory", RELEASED_CONFIG, *args) == 0
     found = json.loads(target.read_text())
     assert (found["text_bytes"], found["text_tensors"]) == (1_559_965_606_912, 497_052)
     weights = sum(found["per_rank_bytes"][k] for k in ("routed experts", "other weights"))
     assert round(weights / 1e9, 2) == 98.31
 
 
-def test_memory_refuses_what_does_not_fit(golden_dir, capsys):
-    config = golden_dir / "k3_config.json"
+def test_memory_refuses_what_does_not_fit(capsys):
     args = ("--tp", 16, "--context", 1048576, "--batch", 64, "--device-gb", 288)
-    assert k3("memory", config, *args) == 2
+    assert k3("memory", RELEASED_CONFIG, *args) == 2
     error = capsys.readouterr().err
     assert "too much" in error and "Largest batch at this context" in error
 
@@ -144,7 +142,7 @@ def test_a_directory_in_use_is_not_overwritten(tiny, capsys):
 
 
 def test_memory_with_a_drafter_prints_both_forms_of_commit(tmp_path, golden_dir, capsys):
-    asked = ["memory", golden_dir / "k3_config.json", "--tp", "16", "--drafts", "7"]
+    asked = ["memory", RELEASED_CONFIG, "--tp", "16", "--drafts", "7"]
     out = tmp_path / "memory.json"
     assert k3(*asked, "--draft", "released", "--json", out) == 0
     found = json.loads(out.read_text())

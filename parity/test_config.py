@@ -7,10 +7,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from jax_impl.config import ConfigError, ModelConfig, RunConfig
+from jax_impl.config import RELEASED_CONFIG, ConfigError, ModelConfig, RunConfig
 
 GOLDEN = Path(__file__).parent / "golden"
-RELEASED = json.loads((GOLDEN / "k3_config.json").read_text())
+RELEASED = json.loads(RELEASED_CONFIG.read_text())
 GROUP0 = "quantization_config.config_groups.group_0"
 # (setting, a value that is not implemented)
 REFUSED = [
@@ -82,7 +82,7 @@ def message(config):
 
 @pytest.fixture(scope="module")
 def k3():
-    return ModelConfig.load(GOLDEN / "k3_config.json")
+    return ModelConfig.load(RELEASED_CONFIG)
 
 
 def test_released_config(k3):

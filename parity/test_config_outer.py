@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from jax_impl.config import ConfigError, ModelConfig
+from jax_impl.config import RELEASED_CONFIG, ConfigError, ModelConfig
 from jax_impl.tiny_presets import PRESETS, release_config, text_config
 from torch_ref.config import Config
 
 GOLDEN = Path(__file__).parent / "golden"
-RELEASED = json.loads((GOLDEN / "k3_config.json").read_text())
+RELEASED = json.loads(RELEASED_CONFIG.read_text())
 TEXT = RELEASED["text_config"]
 QUANTIZATION = TEXT["quantization_config"]
 WEIGHTS = QUANTIZATION["config_groups"]["group_0"]["weights"]

@@ -13,7 +13,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from jax_impl.checkpoint import CheckpointError
-from jax_impl.config import ConfigError, ModelConfig
+from jax_impl.config import RELEASED_CONFIG, ConfigError, ModelConfig
 from jax_impl.draft_config import DraftConfig, Yarn
 from jax_impl.draft_weights import (
     abstract_draft_weights,
@@ -59,7 +59,7 @@ def test_the_released_configuration(golden_dir):
     assert sum(math.prod(part.shape) for _, part, _ in tensors) == 2_387_907_841
     per_layer = [p for name, p, _ in tensors if name.startswith("layers.3.")]
     assert sum(math.prod(p.shape) for p in per_layer) == 409_419_776
-    c.require_target(ModelConfig.load(golden_dir / "k3_config.json"))
+    c.require_target(ModelConfig.load(RELEASED_CONFIG))
     local = abstract_draft_weights(c, 16)
     assert local.layer.q_b_proj.shape == (5, 4 * 192, 1536)
     assert local.root.context_proj.shape == (448, 35840)

@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from jax_impl.config import ConfigError, ModelConfig
+from jax_impl.config import RELEASED_CONFIG, ConfigError, ModelConfig
 from jax_impl.draft_config import DraftConfig
 from parity.test_draft_config import RELEASED
 from torch_ref import config as torch_config
@@ -68,7 +68,7 @@ def configurations() -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def targets(golden_dir):
-    file = golden_dir / "k3_config.json"
+    file = RELEASED_CONFIG
     return ModelConfig.load(file), torch_config.Config.load(file)
 
 

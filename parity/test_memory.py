@@ -7,7 +7,7 @@ import pytest
 from jax_impl import memory, step_memory
 from jax_impl.cache import cache_shapes
 from jax_impl.collectives import Ranks
-from jax_impl.config import ConfigError, ModelConfig, RunConfig
+from jax_impl.config import RELEASED_CONFIG, ConfigError, ModelConfig, RunConfig
 from jax_impl.memory import (
     VISION_BYTES,
     VISION_TENSORS,
@@ -29,7 +29,7 @@ GB300 = 288_000_000_000
 
 @pytest.fixture(scope="module")
 def k3():
-    return ModelConfig.load(GOLDEN / "k3_config.json")
+    return ModelConfig.load(RELEASED_CONFIG)
 
 
 def case15(**changes):

@@ -7,7 +7,7 @@ import pytest
 
 from jax_impl import backend
 from jax_impl.backend import AUTO, LATENCY_SPECIALIZED, BackendUnavailableError, choose_backend
-from jax_impl.config import ModelConfig, RunConfig
+from jax_impl.config import RELEASED_CONFIG, ModelConfig, RunConfig
 from jax_impl.plan import Plan, StepShape, choose
 from jax_impl.stages import limits, specialized, standard
 
@@ -50,7 +50,7 @@ def test_configuration_gate_lists_every_reason():
 
 @pytest.mark.parametrize("ranks", [8, 16])
 def test_released_model_meets_every_limit(ranks):
-    config = ModelConfig.load(GOLDEN / "k3_config.json")
+    config = ModelConfig.load(RELEASED_CONFIG)
     assert limits.unmet(config, ASKED, ranks) == []
 
 

@@ -7,7 +7,6 @@ MLA. What a kernel computes is tested elsewhere; here it is that no stage has lo
 from collections import Counter
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,15 +17,15 @@ from jax_impl.backend import AUTO, LATENCY_SPECIALIZED, Backend
 from jax_impl.binding import bind
 from jax_impl.cache import StepInputs, cache_shapes
 from jax_impl.collectives import Ranks
-from jax_impl.config import ModelConfig, RunConfig
+from jax_impl.config import RELEASED_CONFIG, ModelConfig, RunConfig
 from jax_impl.params import abstract_weights
+from jax_impl.selftest import kernels_of
 from jax_impl.speculate import verify
 from jax_impl.static import Static
 from jax_impl.step import step
 from parity.kernel_env import needs_interpreter
 
 RANKS = 16
-CONFIG = Path(__file__).parent / "golden" / "k3_config.json"
 # per step: attn_res twice a layer; the dense layer is KDA and has two products in place of experts
 LAYERS = {
     "k3_attn_res": 5 * 2,
@@ -45,7 +44,7 @@ LAYERS = {
 
 def traced(batch: int, tokens: int, backend: Backend, **settings) -> Counter:
     """Kernels by name in the traced step: a decode, or with several tokens a verification."""
-    config = replace(ModelConfig.load(CONFIG), num_hidden_layers=5, mla_layers=(3,))
+    config = replace(ModelConfig.load(RELEASED_CONFIG), num_hidden_layers=5, mla_layers=(3,))
     run = RunConfig(slots=batch, pages=64, page_size=16, **settings)
     static, ranks = Static(config, run, Ranks(RANKS)), Ranks(RANKS)
     weights = abstract_weights(config, RANKS)
@@ -63,23 +62,7 @@ def traced(batch: int, tokens: int, backend: Backend, **settings) -> Counter:
         else partial(verify, static, backend, method)
     )
     closed = jax.jit(built).trace(weights, cache_shapes(config, run, ranks), inputs).jaxpr
-    found: Counter = Counter()
-    count(closed.jaxpr, found)
-    return found
-
-
-def count(jaxpr, found: Counter) -> None:
-    """Add the names of all kernels of a jaxpr, those of inner calls included."""
-    for equation in jaxpr.eqns:
-        name = str(equation.params.get("name") or equation.params.get("name_and_src_info") or "")
-        name = name.split(" ")[0]
-        if name.startswith("k3_"):
-            found[name] += 1
-            continue
-        for value in equation.params.values():
-            for inner in value if isinstance(value, (tuple, list)) else (value,):
-                if hasattr(inner, "jaxpr") or hasattr(inner, "eqns"):
-                    count(getattr(inner, "jaxpr", inner), found)
+    return Counter(kernels_of(closed.jaxpr))
 
 
 @needs_interpreter

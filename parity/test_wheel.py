@@ -15,7 +15,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 NEEDED = (
     "bench/page.html.j2",
     "bench/traces/small.jsonl",
-    "parity/golden/k3_config.json",
+    "jax_impl/k3_config.json",
     "parity/golden/model_tiny3/golden.safetensors",
     "torch_ref/vllm_record.py",
 )

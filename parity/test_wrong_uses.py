@@ -85,6 +85,10 @@ K3 = (
           "--device-gb -1.0: expected more than 0", "k3 memory --help"),
     Wrong("memory tiny/target --tp 2 --context 5000", "--context: found 5,000", "at most 4,096",
           "ask for"),
+    Wrong("selftest --tp 0 --rows 65 --context 1 --seed -1", "--rows: found [65], expected numbers",
+          "--seed -1: expected 0 to 4294967295", "k3 selftest --help"),
+    Wrong("selftest --preset tiny --tp 1", "devices found: cpu", "an NVIDIA GPU", "'auto'"),
+    Wrong("selftest --rows 1,x", "found '1,x'", "expected whole numbers with commas", "correct it"),
     # requests
     Wrong("generate tiny/target --prompt-ids 1,x", "'x'", "expected whole numbers", "tokenized"),
     Wrong("generate tiny/target --prompt-ids no.txt", "'no.txt'", "an existing file", "give the"),
