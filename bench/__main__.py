@@ -322,7 +322,9 @@ def plot(
     output.prepare(*unwritable("--report", report / "index.html"))
     if not results:
         raise ValueError("plot: found no result files, expected at least one; give their names")
-    named = [Named(p.stem, r) for p, r in zip(results, read_all(results), strict=True)]
+    stems = [p.stem for p in results]  # whole paths where two of them are alike
+    names = stems if len(set(stems)) == len(stems) else [str(p.with_suffix("")) for p in results]
+    named = [Named(n, r) for n, r in zip(names, read_all(results), strict=True)]
     made = [str(report / name) for name in draw(named, report)]
     output.deliver({"files": made}, "written", ("",), [(name,) for name in made])
     return 0

@@ -132,6 +132,7 @@ def _measure(
                 replay(
                     engine, sessions, o.users, content,
                     clock=time.perf_counter, agree=first_process_says,
+                    temperature=o.temperature, seed=o.seed,
                 )
             )  # fmt: skip
             progress(len(runs))

@@ -31,21 +31,31 @@ class Named:
     result: dict[str, Any]
 
     @property
+    def place(self) -> str:
+        """Name, backend and device."""
+        c = self.result["conditions"]
+        return f"{self.name} ({c['backend']}, {c['device']})"
+
+    @property
+    def judged(self) -> str:
+        """How drafts were judged, behind a comma; empty without drafts."""
+        words = acceptance_words(self.result["conditions"]["acceptance"])
+        return words and f", {words}"
+
+    @property
     def title(self) -> str:
         """Name, backend, device, and how drafts were judged."""
-        c = self.result["conditions"]
-        about = (c["backend"], c["device"], acceptance_words(c["acceptance"]))
-        return f"{self.name} ({', '.join(filter(None, about))})"
+        return self.place + self.judged
 
     @property
     def noisy(self) -> set[str]:
         """Names of noisy figures."""
         return all_noisy(self.result)
 
-    def label(self, pattern: re.Pattern[str]) -> str:
-        """The title, and whether a figure that is drawn, of a matching name, is noisy."""
+    def label(self, text: str, pattern: re.Pattern[str]) -> str:
+        """The text, and whether a figure that is drawn, of a matching name, is noisy."""
         noisy = any(map(pattern.match, self.noisy))
-        return self.title + (", NOISY" if noisy else "")
+        return text + (", NOISY" if noisy else "")
 
     def value(self, name: str) -> float | None:
         """Of a figure; None if the result has none of this name."""
@@ -77,12 +87,16 @@ def _draw_curves(
         if not points:
             continue
         drawn = True
-        label = named.label(re.compile(rf"{figure}\.(rows|verify)\d+$"))
+        label = named.label(named.place, re.compile(rf"{figure}\.(rows|verify)\d+$"))
         lines = axes.plot(*zip(*points, strict=True), marker="o", label=label)
         verify = _curve(named, re.compile(rf"{figure}\.verify(\d+)$"))
         if verify:
             same = {"marker": "D", "linestyle": "", "color": lines[0].get_color()}
-            axes.plot(*zip(*verify, strict=True), label=f"verification, {named.name}", **same)
+            axes.plot(
+                *zip(*verify, strict=True),
+                label=f"verification, {named.name}{named.judged}",
+                **same,
+            )
         known = floors_of(named, [n for n, _ in points])
         if known and known not in floors:
             color = FLOORS[len(floors) % len(FLOORS)]
@@ -156,7 +170,7 @@ def draw_throughput(axes: Any, results: list[Named]) -> bool:
                 drawn_names = re.compile(
                     re.escape(prefix) + r"(user_tokens_s\.p90|decode_tokens_s)$"
                 )
-                label = f"{prefix}{named.label(drawn_names)}"
+                label = f"{prefix}{named.label(named.title, drawn_names)}"
                 axes.plot([x], [y], marker="o", linestyle="", label=label)
     title = "Throughput (decode, prefill excluded) against interactivity"
     axes.set(xlabel="tokens/s/user, reached by 90 %", ylabel="tokens/s in all", title=title)

@@ -180,8 +180,13 @@ def _check(config: ModelConfig, o: RooflineOptions) -> None:
         problems.append(
             f"--context {o.context}: expected 0 to {config.max_position_embeddings}, the model's"
         )
-    if o.distinct is not None and not 0 < o.distinct <= config.num_experts:
-        problems.append(f"--distinct {o.distinct}: expected up to {config.num_experts} experts")
+    each = config.num_experts_per_token
+    most = min(config.num_experts, each * (1 + o.drafts) * min(o.rows, default=1))
+    if o.distinct is not None and not each <= o.distinct <= most:
+        problems.append(
+            f"--distinct {o.distinct}: expected {each}, which one row chooses, to {most}, which "
+            "the fewest rows can"
+        )
     length = o.acceptance_length
     if length is not None and not (o.drafts and 1 <= length <= o.drafts + 1):
         problems.append(

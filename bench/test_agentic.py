@@ -28,6 +28,7 @@ class FakeEngine:
 
     def add(self, prompt, *, temperature, seed, stop=(), limit=None):
         handle = len(self.events) + 100
+        self.draws = [*getattr(self, "draws", []), (temperature, seed)]
         self.sequences[handle] = SimpleNamespace(
             ids=list(prompt), processed=0, generated=0, finished=None, failed=None, limit=limit
         )
@@ -88,6 +89,13 @@ def test_users_share_steps_and_the_next_comes_when_one_leaves():
     assert batches == [2, 2, 2, 1]
     assert [t.user for t in found] == [0, 2, 1]
     assert user_rates(found)[0] == pytest.approx(2 / 2.1)  # waits for the second one's prefill
+
+
+def test_answers_are_drawn_as_asked_for():
+    engine, sessions = FakeEngine(), [[Turn(1, 3, 0.0), Turn(1, 3, 0.0)], [Turn(1, 3, 0.0)]]
+    given = {"clock": engine.clock, "wait": engine.wait}
+    replay(engine, sessions, 2, lambda n: [7] * n, temperature=0.7, seed=2**32 - 1, **given)
+    assert engine.draws == [(0.7, 2**32 - 1), (0.7, 0)]
 
 
 def test_nobody_waits_while_somebody_runs():

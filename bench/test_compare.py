@@ -100,7 +100,12 @@ def test_forced_acceptance_is_said_beside_a_comparison_and_in_pictures(tmp_path,
     assert f"A: {said}; B: {said}" in capsys.readouterr().out
     axes = Axes()
     assert draw_throughput(axes, [Named("x", made(acceptance=FORCED))])
-    assert list(axes.lines) == [f"x (none, none, {said})"]
+    assert list(axes.lines) == [f"x (none, none), {said}"]
+    verified = released("v")
+    verified.result["conditions"]["acceptance"] = FORCED
+    assert draw_rows(axes, [verified])
+    assert f"verification, v, {said}" in axes.lines  # and not the curve, which has no drafts
+    assert "v (none, NVIDIA H200)" in axes.lines
 
 
 def test_results_without_a_common_figure_are_refused(tmp_path, capsys):
@@ -214,6 +219,15 @@ def test_bars_name_their_result_noise_and_what_is_left_out():
 def test_what_did_not_pass_is_not_drawn(tmp_path):
     assert plot([Named("bad", made(verdict="failed"))], tmp_path) == ["index.html"]
     assert "not drawn" in (tmp_path / "index.html").read_text()
+
+
+def test_files_of_one_name_are_told_apart(tmp_path):
+    files = [str(tmp_path / folder / "slice.json") for folder in ("before", "after")]
+    for file in files:
+        write(file, made())
+    assert main(["plot", *files, "--report", str(tmp_path / "plots")]) == 0
+    page = (tmp_path / "plots" / "index.html").read_text()
+    assert "before/slice (" in page and "after/slice (" in page
 
 
 @pytest.mark.parametrize("command", [["plot"], ["compare"]])

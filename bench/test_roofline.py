@@ -88,6 +88,12 @@ def test_the_command_writes_a_result_without_published_figures(tmp_path, capsys)
     assert "published elsewhere, not reproduced here" in printed and "842" in printed
 
 
+@pytest.mark.parametrize("distinct", ["15", "17"])
+def test_one_row_chooses_16_experts(capsys, distinct):
+    assert main(["roofline", "--rows", "1,8", "--distinct", distinct]) == 2
+    assert "expected 16, which one row chooses, to 16, which" in capsys.readouterr().err
+
+
 def test_everything_wrong_is_said_at_once(capsys):
     wrong = ["--tp", "3", "--rows", "0", "--drafts", "9", "--context", "-1", "--dcp", "2"]
     assert main(["roofline", *wrong, "--accept-length", "11", "--distinct", "900"]) == 2
