@@ -23,6 +23,7 @@ keep their TMA rings running across items.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,15 +61,20 @@ class Tuning:
     down_stages: int = 2
 
 
-def default_tuning(rows: int, width: int) -> Tuning:
-    """What measured best on an H200; one row has no more items of down than four per CTA."""
+def default_tuning(rows: int, width: int, latent: int) -> Tuning:
+    """What measured best on an H200; one row has no more items of down than four per CTA.
+
+    Narrow latents, of small models, have no work for four warpgroups of gate_up.
+    """
     tiles = 2 if width <= 192 else 1  # about 13 KB of W2 per item
     warpgroups = 4 if rows == 1 else 6
     while _down_bytes(width, Tuning(down_warpgroups=warpgroups, down_tiles=tiles)) > (
         common.SHARED_MEMORY
     ):
         warpgroups -= 1
-    return Tuning(down_warpgroups=warpgroups, down_tiles=tiles)
+    share = math.gcd(latent // BLOCK, 4) or 1
+    finishers = min(2, share)
+    return Tuning(132, share, finishers, down_warpgroups=warpgroups, down_tiles=tiles)
 
 
 def pack(
@@ -128,7 +134,7 @@ def limits(
     """Unmet conditions, each with what was found and what is expected."""
     out: list[str] = []
     n, z = latent.shape
-    t = tuning or default_tuning(n, width)
+    t = tuning or default_tuning(n, width, z)
     common.expect(out, "rows", n, f"1..{common.MAX_ROWS}", 1 <= n <= common.MAX_ROWS)
     common.expect(out, "dtype of latent", latent.dtype, "bfloat16", latent.dtype == jnp.bfloat16)
     cut = BLOCK * t.warpgroups
@@ -226,7 +232,7 @@ def experts(
         ValueError: `limits` are not met.
     """
     common.require(limits(latent, ids, w13, w2, width=width, tuning=tuning), "experts")
-    t = tuning or default_tuning(latent.shape[0], width)
+    t = tuning or default_tuning(latent.shape[0], width, latent.shape[1])
     experts_here = w2.shape[1] // (latent.shape[1] // mxfp4.ROWS)
     units = units or plan(ids, experts_here, interpret=interpret)
     same: dict[str, Any] = dict(tuning=t, interpret=interpret)

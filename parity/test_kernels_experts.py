@@ -1,5 +1,7 @@
 """Routed experts in the Mosaic GPU interpreter, with race detection."""
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,8 +16,8 @@ BETAS = (4.0, 25.0)
 E, Z, M, K = 6, 512, 64, 3
 
 
-def raw_weights(rng, width):
-    shapes = (2 * width, Z // 2), (2 * width, Z // 32), (Z, width // 2), (Z, width // 32)
+def raw_weights(rng, width, z=Z):
+    shapes = (2 * width, z // 2), (2 * width, z // 32), (z, width // 2), (z, width // 32)
     limits = (0, 256), (117, 123), (0, 256), (117, 123)
     return [
         rng.integers(*limit, (2, E, *shape), dtype=np.uint8)
@@ -24,13 +26,13 @@ def raw_weights(rng, width):
 
 
 @needs_interpreter
-@pytest.mark.parametrize(("n", "width"), [(1, 192), (3, M), (12, M)])
-def test_experts(n, width):
+@pytest.mark.parametrize(("n", "width", "z"), [(1, 192, Z), (3, M, Z), (12, M, Z), (3, M, 256)])
+def test_experts(n, width, z):
     """Against the standard path: one row, rows that share experts, rows beyond eight."""
     rng = np.random.default_rng(n)
-    raw = raw_weights(rng, width)
+    raw = raw_weights(rng, width, z)
     w13, w2 = experts.pack(*raw)
-    x = jnp.asarray(rng.standard_normal((n, Z)), jnp.bfloat16)
+    x = jnp.asarray(rng.standard_normal((n, z)), jnp.bfloat16)
     ids = jnp.asarray(np.stack([rng.permutation(E)[:K] for _ in range(n)]), jnp.int32)
     weights = jnp.asarray(rng.random((n, K)), jnp.float32)
     if n > 1:
@@ -39,6 +41,9 @@ def test_experts(n, width):
         ids = ids.at[:, 0].set(0).at[:, 1:].set(jnp.maximum(ids[:, 1:], 1))
         ids = ids.at[:, 2].set(jnp.where(ids[:, 2] == ids[:, 1], ids[:, 1] % 5 + 1, ids[:, 2]))
     tuning = experts.Tuning(ctas=2, warpgroups=2, down_warpgroups=2)
+    if z != Z:  # as a small model gets it
+        tuning = replace(experts.default_tuning(n, width, z), ctas=2, down_warpgroups=2)
+        assert tuning.warpgroups == 2
     got = experts.experts(
         x, ids, weights, w13, w2, jnp.int32(1), width=width, betas=BETAS, tuning=tuning,
         interpret=True,

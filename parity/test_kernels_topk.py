@@ -16,10 +16,10 @@ from parity.kernel_env import needs_interpreter, same
 EXPERTS, CHOSEN, SCALING = 128, 4, 2.5
 
 
-def operands(rows, seed=0):
+def operands(rows, seed=0, experts=EXPERTS):
     rng = np.random.default_rng(seed)
-    logits = rng.standard_normal((rows, EXPERTS)).astype(np.float32)
-    bias = rng.standard_normal((2, EXPERTS)).astype(np.float32) * 0.1
+    logits = rng.standard_normal((rows, experts)).astype(np.float32)
+    bias = rng.standard_normal((2, experts)).astype(np.float32) * 0.1
     if rows > 1:
         logits[1, 3:] = np.nan  # fewer numbers than are chosen
         logits[-1] = np.round(logits[-1])  # ties
@@ -49,11 +49,18 @@ def test_reference_is_the_router(rows):
 
 @needs_interpreter
 @pytest.mark.parametrize(
-    ("rows", "tuning"),
-    [(1, None), (2, None), (8, None), (13, None), (64, topk.Tuning(ctas=4, warpgroups=2))],
+    ("rows", "tuning", "experts"),
+    [
+        (1, None, EXPERTS),
+        (2, None, EXPERTS),
+        (8, None, EXPERTS),
+        (13, None, EXPERTS),
+        (64, topk.Tuning(ctas=4, warpgroups=2), EXPERTS),
+        (13, None, 6),
+    ],
 )
-def test_topk(rows, tuning):
-    logits, bias = operands(rows)
+def test_topk(rows, tuning, experts):
+    logits, bias = operands(rows, experts=experts)
     rng = np.random.default_rng(1)
     hidden, stack = (
         jnp.asarray(rng.standard_normal(shape), jnp.bfloat16) for shape in ((rows, 64), (2, 64, 64))
@@ -78,11 +85,11 @@ def test_default_tuning_meets_the_limits(rows):
 
 
 def test_limits_name_found_and_expected():
-    reasons = topk.limits(jnp.zeros((65, 100)), jnp.zeros((2, 99), jnp.bfloat16), k=33)
+    reasons = topk.limits(jnp.zeros((65, 1025)), jnp.zeros((2, 99), jnp.bfloat16), k=33)
     assert reasons == [
         "rows: found 65, expected 1..64",
-        "experts: found 100, expected a multiple of 128 up to 1024",
-        "experts of bias: found 99, expected 100",
+        "experts: found 1025, expected 1..1024",
+        "experts of bias: found 99, expected 1025",
         "k: found 33, expected 1..32",
         "dtype of bias: found bfloat16, expected float32",
     ]
