@@ -125,8 +125,12 @@ def layers(
     status = conclude(result, output, title, rows_to_print(result), names, columns)
     if options.picture is not None:  # behind the result: a picture that fails must not cost it
         from bench.timeline import draw_timeline
+        from jax_impl.progress import note
 
-        draw_timeline(timelines, options.picture)
+        if status == 0:
+            draw_timeline(timelines, options.picture)
+        else:
+            note(f"layers: {options.picture} is not drawn, for parity has not passed")
     return status
 
 
@@ -264,15 +268,22 @@ def compare(
         output: where the comparison goes.
         match: only figures whose names hold this.
     """
+    from bench.compare import acceptances, differing, verdicts
     from bench.compare import compare as rows_of
-    from bench.compare import differing, verdicts
     from bench.result import read_all
 
     output.prepare()
     first, second = read_all([a, b])
     changed = list(differing(first["conditions"], second["conditions"]))
     rows = rows_of(first, second, match)
+    if not rows:
+        raise ValueError(
+            f"{a}, {b}: found no figure{f' with {match!r} in its name' if match else ''} that both "
+            "have in the same unit, expected some; compare results of one command, or change "
+            "--match"
+        )
     names, parity = (str(a), str(b)), verdicts(first, second)
+    judged = acceptances(first, second)
     columns = ("name", "a", "b", "b_over_a", "remark")
     result = {
         "a": names[0],
@@ -280,12 +291,13 @@ def compare(
         "conditions_that_differ": [dict(zip(columns[:3], row, strict=True)) for row in changed],
         "figures": [dict(zip(columns, row, strict=True)) for row in rows],
         "parity": parity,
+        "acceptance": judged,
     }
     if output.talks:
         print_table("conditions that differ", ("", *names), changed)
     output.deliver(result, "figures of both", ("", *names, "B over A", ""), rows)
     if output.talks:
-        print(parity)
+        print("\n".join(filter(None, (parity, judged))))
     return 0
 
 
@@ -313,7 +325,9 @@ def plot(
     output.prepare(*unwritable("--report", report / "index.html"))
     if not results:
         raise ValueError("plot: found no result files, expected at least one; give their names")
-    named = [Named(p.stem, r) for p, r in zip(results, read_all(results), strict=True)]
+    stems = [p.stem for p in results]  # whole paths where two of them are alike
+    names = stems if len(set(stems)) == len(stems) else [str(p.with_suffix("")) for p in results]
+    named = [Named(n, r) for n, r in zip(names, read_all(results), strict=True)]
     made = [str(report / name) for name in draw(named, report)]
     output.deliver({"files": made}, "written", ("",), [(name,) for name in made])
     return 0

@@ -22,9 +22,9 @@ from bench.engine_setup import load, plans_of
 from bench.machine import command_line, describe_machine, with_clocks_now
 from bench.options import see_help
 from bench.result import SCHEMA, figure, noisy_names
-from bench.serve import serve_group
+from bench.serve import serve_group, warm_up_sizes
 from bench.traffic import Turn, TurnServed, longest, read_trace, replay
-from jax_impl.plan import BATCH_BUCKETS, bucket
+from jax_impl.plan import BATCH_BUCKETS
 from jax_impl.problems import listed
 from jax_impl.processes import COMPILING, report
 from jax_impl.progress import activity, count_bar
@@ -110,6 +110,12 @@ def first_process_says(number: int) -> int:
     return int(broadcast_one_to_all(np.int32(number)))
 
 
+def _warm_up(engine: Any, o: AgenticOptions, most: int) -> None:
+    """Steps of every batch size, within the `most` tokens that the longest conversation has."""
+    for size in warm_up_sizes(o.users, shrinking=True):
+        serve_group(engine, [[1]] * size, min(4 + 2 * o.drafts, most - 1))
+
+
 def _measure(
     engine: Any, o: AgenticOptions, sessions: list[list[Turn]], vocabulary: int
 ) -> list[list[TurnServed]]:
@@ -126,6 +132,7 @@ def _measure(
                 replay(
                     engine, sessions, o.users, content,
                     clock=time.perf_counter, agree=first_process_says,
+                    temperature=o.temperature, seed=o.seed,
                 )
             )  # fmt: skip
             progress(len(runs))
@@ -147,8 +154,7 @@ def run_agentic(o: AgenticOptions, argv: Sequence[str] | None = None) -> dict[st
     machine = describe_machine()
     report(0, "warm-up (compiles first)", allow=COMPILING)
     with activity("compiling, warm-up"):
-        for batch in [b for b in BATCH_BUCKETS if b <= bucket(o.users)]:
-            serve_group(engine, [[1]] * min(batch, o.users), 4 + 2 * o.drafts)
+        _warm_up(engine, o, longest(recorded))
         first_process_says(0)
     runs = _measure(engine, o, sessions, vocabulary)
     machine = with_clocks_now(machine)

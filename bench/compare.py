@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from bench.result import halves_differ, is_noisy
+from bench.result import acceptance_words, all_noisy, halves_differ
 
 # conditions that say when and how long, not what was measured
 PASSING = ("clocks_before", "seconds", "noisy", "definitions", "memory", "plans")
@@ -25,15 +25,13 @@ def differing(a: Any, b: Any, path: str = "") -> Iterator[tuple[str, str, str]]:
 
 def compare(a: dict[str, Any], b: dict[str, Any], match: str = "") -> list[tuple[str, ...]]:
     """(figure, A, B, B over A, remark) of every figure that both have in the same unit."""
-    rows = []
+    rows, sides = [], (("A", all_noisy(a)), ("B", all_noisy(b)))
     for name, x in a["figures"].items():
         y = b["figures"].get(name)
         if y is None or y["unit"] != x["unit"] or match not in name:
             continue
         ratio = f"{y['value'] / x['value']:.3f}" if x["value"] else ""
-        noisy = [
-            label for label, f in (("A", x), ("B", y)) if f["samples"] and is_noisy(f["samples"])
-        ]
+        noisy = [label for label, names in sides if name in names]
         remark = f"noisy: {' and '.join(noisy)}" if noisy else _agreement(x, y)
         rows.append((name, _shown(x), _shown(y), ratio, remark))
     return rows
@@ -59,3 +57,11 @@ def verdicts(a: dict[str, Any], b: dict[str, Any]) -> str:
     if found == ["passed", "passed"]:
         return line
     return f"{line}: no headline can be taken from this comparison"
+
+
+def acceptances(a: dict[str, Any], b: dict[str, Any]) -> str:
+    """One line about how drafts were judged in both; empty where there were none."""
+    words = [acceptance_words(r["conditions"]["acceptance"]) for r in (a, b)]
+    if not any(words):
+        return ""
+    return "; ".join(f"{side}: {w or 'no drafts'}" for side, w in zip("AB", words, strict=True))

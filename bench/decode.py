@@ -1,9 +1,9 @@
 """`python -m bench decode`: decode steps of an engine, decode apart from prefill.
 
 Every figure's definition is in `bench.decode_metrics.DEFINITIONS` and in the output. Requests of a
-group are submitted together and run together; nobody joins. Warm-up (compilation and one group) is
-not counted. With two backends each run is made with one and then the other, in one process and at
-the same weights.
+group are submitted together and run together; nobody joins. Warm-up (compilation, and one group of
+every batch size that the steps may have) is not counted. With two backends each run is made with
+one and then the other, in one process and at the same weights.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from bench.engine_setup import Loaded, load, plans_of
 from bench.machine import command_line, describe_machine, with_clocks_now
 from bench.replay import replay_ms
 from bench.result import SCHEMA, figure, median_figure, noisy_names
-from bench.serve import serve_group
+from bench.serve import serve_group, warm_up_sizes
 from bench.timing import Clock
 from jax_impl.engine import Engine
 from jax_impl.processes import COMPILING, report
@@ -32,7 +32,7 @@ from jax_impl.progress import activity, count_bar
 from jax_impl.random_step import Case, make_inputs, random_stream
 from jax_impl.speculative_engine import SpeculativeEngine
 
-EXCLUDED = "loading, compilation and one warm-up group; prefill where a definition says so"
+EXCLUDED = "loading, compilation and warm-up groups; prefill where a definition says so"
 RATIOS = ("step_ms", "decode_tokens_s")
 REPLAY = (
     "replay_ms: a step when the host does not look at tokens: as many steps as fit, up to 32, each "
@@ -56,7 +56,9 @@ def measure(
     tokens = min(o.osl, 4 + 2 * o.drafts)
     for name, engine in engines.items():
         with activity(f"compiling, warm-up: {name}"):
-            serve_group(engine, prompts_of(o, vocabulary, 0, 0), tokens, temperature=o.temperature)
+            for size in warm_up_sizes(o.batch, shrinking=o.drafts > 0):
+                prompts = prompts_of(o, vocabulary, 0, 0)[:size]
+                serve_group(engine, prompts, tokens, temperature=o.temperature)
     found: dict[str, list[list[Group]]] = {name: [] for name in engines}
     with count_bar("measuring", o.runs * len(engines)) as progress:
         for run in range(o.runs):

@@ -22,13 +22,16 @@ DEFINITIONS = {
     "over the time from the end of the last prefill to the last token, summed over groups",
     "rounds_tokens_s": "running requests times mean tokens per request and step over step_ms: what "
     "decode_tokens_s tends to when no output is cut",
-    "user_tokens_s": "per request: (tokens - 1) / (last token - first token). p50, p90, p99: the "
-    "rate that 50, 90, 99 % of the requests reach",
+    "user_tokens_s": "per request: (tokens - 1) / (last token - first token), waiting for the "
+    "prefills behind it in its group included. p50, p90, p99: the rate that 50, 90, 99 % of the "
+    "requests reach",
     "ttft_ms": "per request: submission to first token, waiting for the prefills before it "
     "included; p50, and p90 and p99 that as many requests stay below",
     "itl_ms": "inter-token latency as a client sees it: time between deliveries to one request. "
-    "When drafting one delivery holds several tokens; tpot_ms is per token. p50, p90, p99",
-    "tpot_ms": "per request: (last token - first token) / (tokens - 1); median",
+    "When drafting one delivery holds several tokens; tpot_ms is per token. The first one holds "
+    "the prefills behind the request in its group. p50, p90, p99",
+    "tpot_ms": "per request: (last token - first token) / (tokens - 1), prefills as in "
+    "user_tokens_s; median",
     "output_tokens_s": "output throughput: all tokens over the time from submission to the last "
     "token, prefill included, summed over groups",
     "latency_ms": "per request: submission to last token; p50, p90, p99",

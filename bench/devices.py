@@ -41,5 +41,12 @@ DEVICES = {
 
 
 def find(kind: str) -> Device | None:
-    """The device whose name is part of what JAX calls it, such as `NVIDIA H200`."""
-    return next((device for name, device in DEVICES.items() if name in kind), None)
+    """The device whose name is a word of what JAX calls it, such as `NVIDIA H200`.
+
+    None for all others, also where the memory is another one: a GH200 is no H200, and boards for
+    PCIe are slower than their name says.
+    """
+    words = kind.split()
+    if {"PCIe", "NVL"} & set(words):
+        return None
+    return next((device for name, device in DEVICES.items() if name in words), None)

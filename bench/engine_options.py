@@ -72,7 +72,8 @@ class DecodeOptions(EngineOptions):
         batch: requests that run together.
         runs: measured runs.
         groups: of `batch` prompts in a run.
-        replays: samples of the device-timed cross-check; 0 leaves it out.
+        replays: samples of `replay_ms`, the cross-check by steps whose tokens the host does not
+            look at; 0 leaves it out.
         compare: two backends, run in turns in this process; their ratio is printed.
     """
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,13 +11,29 @@ import numpy as np
 from bench.ops_problem import SITU, Problem, f64, normal, situ64
 
 
-def experts_case(n: int, ranks: int, seed: int, tuning: Any = None) -> Problem:
-    """Routed experts of one rank at full spread: 16 distinct random experts per row."""
+class Sizes(NamedTuple):
+    """Experts of a layer, those that a row chooses, latent width, width over all ranks; draws."""
+
+    experts: int = 896
+    chosen: int = 16
+    latent: int = 3584
+    width: int = 3072
+    draws: int = 24
+
+
+def experts_case(
+    n: int,
+    ranks: int,
+    seed: int,
+    tuning: Any = None,
+    sizes: Sizes = Sizes(),  # noqa: B008
+) -> Problem:
+    """Routed experts of one rank at full spread: distinct random experts of every row."""
     from jax_impl.numerics import Numerics
     from jax_impl.ops.experts import ExpertWeights, routed_experts
     from pallas_kernels import experts
 
-    e, k, z, m = 896, 16, 3584, 3072 // ranks
+    e, k, z, m = *sizes[:3], sizes.width // ranks
     per_expert = 3 * m * z // 2 + 3 * m * z // 32
     rng = np.random.default_rng(seed)
     layers = 2 if n > 8 else 4
@@ -39,7 +55,7 @@ def experts_case(n: int, ranks: int, seed: int, tuning: Any = None) -> Problem:
     )
     latent = normal(jax.random.fold_in(key, 99), (n, z))
     # another draw per call: experts of one layer are few of 896, so weights do not repeat early
-    draws = 24
+    draws = sizes.draws
     ids = np.stack([[rng.permutation(e)[:k] for _ in range(n)] for _ in range(draws)]).astype(
         np.int32
     )
@@ -54,12 +70,13 @@ def experts_case(n: int, ranks: int, seed: int, tuning: Any = None) -> Problem:
     )
     each = [jnp.int32(i % layers) for i in range(draws)]
 
+    plain = jax.jit(
+        lambda x, i, g, *raw: routed_experts(Numerics(), x, i, g, ExpertWeights(*raw), SITU)
+    )
+
     def standard(draw: int) -> jax.Array:
         raw = layer_arrays(jax.random.fold_in(key, draw % layers))
-        call = jax.jit(
-            lambda x, i, g, *raw: routed_experts(Numerics(), x, i, g, ExpertWeights(*raw), SITU)
-        )
-        return call(latent, all_ids[draw], weights, *raw)
+        return plain(latent, all_ids[draw], weights, *raw)
 
     def exact(draw: int, rows: np.ndarray) -> np.ndarray:
         table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])

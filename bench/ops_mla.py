@@ -23,7 +23,13 @@ def _dtype(fp8: bool) -> tuple[Any, float | None]:
 
 
 def attend_case(
-    batch: int, tokens: int, context: int, heads: int, fp8: bool, tuning: Any = None
+    batch: int,
+    tokens: int,
+    context: int,
+    heads: int,
+    fp8: bool,
+    tuning: Any = None,
+    layers: int | None = None,
 ) -> Problem:
     """`batch` sequences of `context` rows, each with `tokens` tokens at their end."""
     from pallas_kernels import mla_attend, mla_value
@@ -31,7 +37,7 @@ def attend_case(
 
     dtype, scale = _dtype(fp8)
     nbytes = batch * context * 576 * (1 if fp8 else 2) + heads * 128 * 512 * 2
-    layers = min(stack_depth(nbytes), 64)
+    layers = min(stack_depth(nbytes), 64) if layers is None else layers
     lengths = [max(context, tokens)] * batch
     case = mla_inputs.make(lengths, tokens, heads, dtype, scale, layers=layers, filled=True)
     a, n = case.arrays, batch * tokens
@@ -71,7 +77,9 @@ def attend_case(
     )
 
 
-def query_case(batch: int, tokens: int, heads: int, fp8: bool) -> Problem:
+def query_case(
+    batch: int, tokens: int, heads: int, fp8: bool, layers: int | None = None
+) -> Problem:
     """Absorbed queries; the cache rows are written and compared by the tests, not here."""
     from pallas_kernels import mla_attend, mla_attend_cta, mla_query
     from parity import mla_inputs
@@ -79,7 +87,7 @@ def query_case(batch: int, tokens: int, heads: int, fp8: bool) -> Problem:
     dtype, scale = _dtype(fp8)
     n, rows = batch * tokens, tokens * heads
     nbytes = heads * 128 * 512 * 2
-    layers = stack_depth(nbytes)
+    layers = stack_depth(nbytes) if layers is None else layers
     # one sequence owns all the rows that are written
     case = mla_inputs.make([n], n, heads, dtype, scale, layers=layers)
     a = case.arrays

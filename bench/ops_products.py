@@ -52,7 +52,7 @@ def skinny_case(m: int, n: int, k: int, seed: int, layers: int | None = None, **
     )
 
 
-def route_case(m: int, ranks: int, seed: int) -> Problem:
+def route_case(m: int, ranks: int, seed: int, layers: int | None = None) -> Problem:
     """Router share, latent-down share and the shared experts' first product over one x."""
     from jax_impl.numerics import Numerics
     from jax_impl.ops.situ import situ
@@ -60,7 +60,7 @@ def route_case(m: int, ranks: int, seed: int) -> Problem:
 
     nx, k = Numerics(), 7168
     rows = 896 // ranks, 3584 // ranks, 12288 // ranks
-    layers = stack_depth(2 * sum(rows) * k)
+    layers = stack_depth(2 * sum(rows) * k) if layers is None else layers
     key = jax.random.key(seed)
     x = normal(key, (m, k))
     ws = [
@@ -96,14 +96,14 @@ def route_case(m: int, ranks: int, seed: int) -> Problem:
     )
 
 
-def latent_up_case(m: int, ranks: int, seed: int) -> Problem:
+def latent_up_case(m: int, ranks: int, seed: int, layers: int | None = None) -> Problem:
     """Latent norm and up projection."""
     from jax_impl.numerics import Numerics
     from jax_impl.ops.norm import rmsnorm
     from pallas_kernels.latent_up import latent_up
 
     nx, k, n = Numerics(), 3584, 7168 // ranks
-    layers = stack_depth(2 * n * k)
+    layers = stack_depth(2 * n * k) if layers is None else layers
     key = jax.random.key(seed)
     x, norm = normal(key, (m, k)), normal(jax.random.fold_in(key, 1), (k,))
     w = jnp.stack([normal(jax.random.fold_in(key, i), (n, k), k**-0.5) for i in range(layers)])

@@ -87,15 +87,23 @@ def topk_case(m: int, seed: int) -> Problem:
     )
 
 
-def vocab_case(m: int, k: int, markov: bool, seed: int) -> Problem:
-    """This rank's logits at TP16 with max and argmax; `markov`: base logits, rows by number."""
+def vocab_case(
+    m: int,
+    k: int,
+    markov: bool,
+    seed: int,
+    layers: int | None = None,
+    ranks: int = 16,
+    vocabulary: int = 163840,
+) -> Problem:
+    """This rank's logits with max and argmax; `markov`: base logits, rows by number."""
     from jax_impl.numerics import Numerics
     from pallas_kernels.vocab import vocab
 
-    nx, n = Numerics(), 10240
-    layers = stack_depth(2 * n * k)
+    nx, n = Numerics(), vocabulary // ranks
+    layers = stack_depth(2 * n * k) if layers is None else layers
     key = jax.random.key(seed)
-    table = normal(key, (163840 if markov else m, k))
+    table = normal(key, (vocabulary if markov else m, k))
     ids = (jnp.arange(m, dtype=jnp.int32) * 7919 + 5) % table.shape[0]
     ws = [normal(jax.random.fold_in(key, i), (n, k), k**-0.5) for i in range(layers)]
     base = jax.random.normal(jax.random.fold_in(key, 99), (m, n), jnp.float32)

@@ -14,7 +14,7 @@ from typing import Any
 from bench.devices import find
 from bench.floor import Work, step_bytes
 from bench.published import PUBLISHED
-from bench.result import all_noisy
+from bench.result import acceptance_words, all_noisy
 from jax_impl.config import RELEASED_CONFIG, ModelConfig
 from jax_impl.memory import MemorySettings
 
@@ -31,15 +31,31 @@ class Named:
     result: dict[str, Any]
 
     @property
-    def title(self) -> str:
+    def place(self) -> str:
         """Name, backend and device."""
         c = self.result["conditions"]
         return f"{self.name} ({c['backend']}, {c['device']})"
 
-    def label(self, pattern: re.Pattern[str]) -> str:
-        """The title, and whether a figure that is drawn, of a matching name, is noisy."""
-        noisy = any(map(pattern.match, all_noisy(self.result)))
-        return self.title + (", NOISY" if noisy else "")
+    @property
+    def judged(self) -> str:
+        """How drafts were judged, behind a comma; empty without drafts."""
+        words = acceptance_words(self.result["conditions"]["acceptance"])
+        return words and f", {words}"
+
+    @property
+    def title(self) -> str:
+        """Name, backend, device, and how drafts were judged."""
+        return self.place + self.judged
+
+    @property
+    def noisy(self) -> set[str]:
+        """Names of noisy figures."""
+        return all_noisy(self.result)
+
+    def label(self, text: str, pattern: re.Pattern[str]) -> str:
+        """The text, and whether a figure that is drawn, of a matching name, is noisy."""
+        noisy = any(map(pattern.match, self.noisy))
+        return text + (", NOISY" if noisy else "")
 
     def value(self, name: str) -> float | None:
         """Of a figure; None if the result has none of this name."""
@@ -71,12 +87,16 @@ def _draw_curves(
         if not points:
             continue
         drawn = True
-        label = named.label(re.compile(rf"{figure}\.(rows|verify)\d+$"))
+        label = named.label(named.place, re.compile(rf"{figure}\.(rows|verify)\d+$"))
         lines = axes.plot(*zip(*points, strict=True), marker="o", label=label)
         verify = _curve(named, re.compile(rf"{figure}\.verify(\d+)$"))
         if verify:
             same = {"marker": "D", "linestyle": "", "color": lines[0].get_color()}
-            axes.plot(*zip(*verify, strict=True), label=f"verification, {named.name}", **same)
+            axes.plot(
+                *zip(*verify, strict=True),
+                label=f"verification, {named.name}{named.judged}",
+                **same,
+            )
         known = floors_of(named, [n for n, _ in points])
         if known and known not in floors:
             color = FLOORS[len(floors) % len(FLOORS)]
@@ -150,9 +170,9 @@ def draw_throughput(axes: Any, results: list[Named]) -> bool:
                 drawn_names = re.compile(
                     re.escape(prefix) + r"(user_tokens_s\.p90|decode_tokens_s)$"
                 )
-                label = f"{prefix}{named.label(drawn_names)}"
+                label = f"{prefix}{named.label(named.title, drawn_names)}"
                 axes.plot([x], [y], marker="o", linestyle="", label=label)
-    title = "Throughput against interactivity (decode, prefill excluded)"
+    title = "Throughput (decode, prefill excluded) against interactivity"
     axes.set(xlabel="tokens/s/user, reached by 90 %", ylabel="tokens/s in all", title=title)
     axes.set_xlim(left=0)
     axes.set_ylim(bottom=0)
@@ -160,24 +180,30 @@ def draw_throughput(axes: Any, results: list[Named]) -> bool:
 
 
 def draw_kernels(axes: Any, results: list[Named]) -> bool:
-    """Bars of kernel times with their floors."""
-    bars = []
+    """Bars of kernel times with their floors, of each result's own name where there are several."""
+    bars, sources = [], set()
     for named in results:
         for name, found in named.result["figures"].items():
             match = BAR.match(name)
             if match:
                 floor = named.value(f"{match[1]}.floor_us")
-                bars.append((match[1], found["value"], floor or 0.0))
-    bars = bars[:MOST_BARS]
+                label = match[1] + (", NOISY" if name in named.noisy else "")
+                bars.append((named.name, label, found["value"], floor or 0.0))
+                sources.add(named.name)
     if not bars:
         return False
+    title = "Kernels" + (f", the first {MOST_BARS} of {len(bars)}" if len(bars) > MOST_BARS else "")
+    bars = [
+        (f"{source}: {label}" if len(sources) > 1 else label, *values)
+        for source, label, *values in bars[:MOST_BARS]
+    ]
     names, times, floors = zip(*bars, strict=True)
     places = range(len(bars))
     axes.barh(places, times, label="measured")
     axes.barh(places, floors, height=0.4, color="gray", label="floor")
     axes.set_yticks(list(places), names, fontsize=6)
     axes.invert_yaxis()
-    axes.set(xlabel="us, device time", title="Kernels")
+    axes.set(xlabel="us, device time", title=title)
     return True
 
 

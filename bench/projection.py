@@ -30,6 +30,8 @@ LINK_GB_S = {"H100": 450.0, "H200": 450.0, "B200": 900.0, "GB300": 900.0}
 
 
 NOISY_SOURCE = "NOISY source"
+# how every slice is cut, whose files do not say so
+SLICE_CUT = {"experts": "tp", "dcp": 1}
 
 
 @dataclass(frozen=True)
@@ -135,7 +137,7 @@ def project(
         result: a measured rank slice.
         target: GPU to project to.
         acceptance_length: tokens per round of a verification.
-        asked: shapes that the slice must have been measured with, by option: tp, context, kv_dtype.
+        asked: shapes that the slice must have been measured with, by option.
 
     Raises:
         ResultError: not a rank slice at the released sizes and `asked` shapes on a known GPU, or
@@ -149,6 +151,7 @@ def project(
             f"shapes: found {str(shapes)[:60]}, expected a rank slice of the released model"
         )
     else:
+        shapes = SLICE_CUT | shapes
         problems += [
             f"{name}: measured with {shapes.get(name)}, expected --{name.replace('_', '-')} {want}"
             for name, want in asked.items()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -73,6 +74,8 @@ def option_problems(o: SliceOptions) -> list[str]:
     problems = seed_problems(o.seed)
     if not o.rows or not all(1 <= n <= MAX_ROWS for n in o.rows):
         problems.append(f"--rows {o.rows}: expected numbers of 1 to {MAX_ROWS}, the largest batch")
+    if len(set(o.rows)) != len(o.rows):
+        problems.append(f"--rows {o.rows}: expected different numbers")
     if not 0 <= o.drafts <= 7:
         problems.append(f"--drafts {o.drafts}: expected 0 to 7")
     elif o.drafts and not 1 <= o.length <= o.drafts + 1:
@@ -91,8 +94,8 @@ def option_problems(o: SliceOptions) -> list[str]:
             problems.append(f"--{option} {getattr(o, name)}: expected at least 1")
     if o.warmups < 1:
         problems.append(f"--warmups {o.warmups}: expected at least 1")
-    if not o.budget > 0:
-        problems.append(f"--budget {o.budget}: expected more than 0 seconds")
+    if not 0 < o.budget < math.inf:
+        problems.append(f"--budget {o.budget}: expected a finite number of seconds above 0")
     return problems
 
 

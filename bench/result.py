@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,8 @@ def halves_differ(samples: Sequence[float]) -> float:
     Of two or three samples the whole range counts; one sample says nothing: infinity.
     """
     middle = statistics.median(samples)
+    if len(samples) > 1 and max(samples) == min(samples):
+        return 0.0
     if len(samples) < 2 or not middle:
         return math.inf
     if len(samples) < 4:
@@ -125,6 +128,9 @@ def _condition_problems(conditions: dict[str, Any]) -> list[str]:
         if name in conditions and (not isinstance(found, kinds) or isinstance(found, bool)):
             names = " or ".join(JSON_NAMES[kind] for kind in kinds)
             wrong.append(f"conditions[{name!r}]: found {found!r}, expected {names}")
+    noisy = conditions.get("noisy", [])
+    if isinstance(noisy, list) and not all(isinstance(name, str) for name in noisy):
+        wrong.append(f"conditions['noisy']: found {noisy!r}, expected names of figures")
     return wrong
 
 
@@ -151,7 +157,9 @@ def _parity_problems(parity: Any) -> list[str]:
 
 
 def _finite(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return abs(value) <= sys.float_info.max  # `isfinite` refuses whole numbers beyond that
 
 
 def require(result: Any, source: str = "result") -> dict[str, Any]:
@@ -218,8 +226,11 @@ def acceptance_words(acceptance: Any) -> str:
     """
     if not isinstance(acceptance, dict):
         return "" if acceptance == "none" else str(acceptance)
+    forced = {"drafts", "label", "acceptance_length"} <= set(acceptance)
+    if not forced and not {"drafts", "rule"} <= set(acceptance):
+        return str(acceptance)
     drafts = f"{acceptance['drafts']} draft(s)"
-    if "label" in acceptance:
+    if forced:
         return f"{acceptance['label']} of length {acceptance['acceptance_length']:g}, {drafts}"
     return f"real acceptance ({acceptance['rule']}), {drafts}"
 

@@ -15,12 +15,12 @@ import tyro
 
 from bench.devices import DEVICES, Device
 from bench.floor import KINDS, Work, kind_of, layer_bytes, mean_distinct, step_bytes
-from bench.machine import command_line
+from bench.machine import code_version, command_line, versions
 from bench.options import see_help
 from bench.projection import assumption_rows, project, projection_rows
 from bench.published import PUBLISHED, tokens_per_second
 from bench.result import SCHEMA, figure
-from jax_impl.config import ConfigError, ModelConfig
+from jax_impl.config import RELEASED_CONFIG, ConfigError, ModelConfig
 from jax_impl.memory import MemorySettings
 from jax_impl.number_list import Numbers
 from jax_impl.problems import listed
@@ -102,23 +102,28 @@ def roofline(
         "device": device.name,
         "device_table": asdict(device),
         "driver": "none",
-        "versions": {},
+        "versions": versions(),
+        "code": code_version(),
         "clocks": "none",
         "seed": None,
         "shapes": asdict(options)
         | {
+            "model": "released"
+            if _is_released(config)
+            else f"{config.num_hidden_layers} layers "
+            f"of {config.hidden_size}, not the released model",
             "layers": {
                 k: sum(kind_of(config, i) == k for i in range(config.num_hidden_layers))
                 for k in KINDS
-            }
+            },
         },
         "acceptance": _acceptance(options),
         "backend": "none",
         "excluded": "exchanges, launches, activations, the drafter's own weights and cache",
     }
     if measured is not None:
-        asked = {name: getattr(options, name) for name in ("tp", "context", "kv_dtype")}
-        more, assumptions = project(config, measured, device, options.acceptance_length, asked)
+        length, asked = options.acceptance_length, _shapes_of_slice(config, options)
+        more, assumptions = project(config, measured, device, length, asked)
         figures |= more
         conditions["projection"] = assumptions
     return {
@@ -128,6 +133,25 @@ def roofline(
         "figures": figures,
         "parity": {"verdict": "none", "why": "arithmetic: nothing was run"},
     }
+
+
+def _is_released(config: ModelConfig) -> bool:
+    return config == ModelConfig.load(RELEASED_CONFIG)
+
+
+def _shapes_of_slice(config: ModelConfig, o: RooflineOptions) -> dict[str, Any]:
+    """What a slice must have been measured with, so that its projection is for these options.
+
+    Raises:
+        ConfigError: the options are for another model than slices are of.
+    """
+    if not _is_released(config):
+        raise ConfigError(
+            "--project: found another model in --config, expected the released one, which slices "
+            "are measured for; leave out one of the two"
+        )
+    names = ["tp", "context", "kv_dtype", "experts", "dcp", *(["drafts"] if o.drafts else [])]
+    return {name: getattr(o, name) for name in names}
 
 
 def _us(size: float, device: Device) -> float:
@@ -156,8 +180,13 @@ def _check(config: ModelConfig, o: RooflineOptions) -> None:
         problems.append(
             f"--context {o.context}: expected 0 to {config.max_position_embeddings}, the model's"
         )
-    if o.distinct is not None and not 0 < o.distinct <= config.num_experts:
-        problems.append(f"--distinct {o.distinct}: expected up to {config.num_experts} experts")
+    each = config.num_experts_per_token
+    most = min(config.num_experts, each * (1 + o.drafts) * min(o.rows, default=1))
+    if o.distinct is not None and not each <= o.distinct <= most:
+        problems.append(
+            f"--distinct {o.distinct}: expected {each}, which one row chooses, to {most}, which "
+            "the fewest rows can"
+        )
     length = o.acceptance_length
     if length is not None and not (o.drafts and 1 <= length <= o.drafts + 1):
         problems.append(

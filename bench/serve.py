@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 from bench.decode_metrics import Group, Served, Step
 from bench.timing import Clock
+from jax_impl.plan import BATCH_BUCKETS, bucket
 from jax_impl.processes import report
 
 LIMIT = "limit"  # why a finished sequence stopped, as `jax_impl.engine` says it
@@ -37,6 +38,15 @@ class Serving(Protocol):
         ...
 
 
+def warm_up_sizes(most: int, *, shrinking: bool) -> list[int]:
+    """Requests of warm-up groups, so that every batch size of `most` requests' steps is compiled.
+
+    `shrinking`: requests do not end together, so that steps of every smaller batch come too.
+    """
+    last = bucket(most)
+    return [min(b, most) for b in BATCH_BUCKETS if b == last or (shrinking and b < last)]
+
+
 def serve_group(
     engine: Serving,
     prompts: Sequence[Sequence[int]],
@@ -53,7 +63,7 @@ def serve_group(
     """
     submitted = clock()
     handles = [
-        engine.add(p, temperature=temperature, seed=seed + i, limit=tokens)
+        engine.add(p, temperature=temperature, seed=(seed + i) % 2**32, limit=tokens)
         for i, p in enumerate(prompts)
     ]
     deliveries: dict[int, list[float]] = {}

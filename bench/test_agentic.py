@@ -1,9 +1,11 @@
 """Traffic: the trace file, the closed loop with a clock that the test turns, and a small run."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
+from bench import agentic
 from bench.__main__ import main
 from bench.agentic import require_agentic, turn_figures, user_rates
 from bench.engine_options import AgenticOptions
@@ -26,6 +28,7 @@ class FakeEngine:
 
     def add(self, prompt, *, temperature, seed, stop=(), limit=None):
         handle = len(self.events) + 100
+        self.draws = [*getattr(self, "draws", []), (temperature, seed)]
         self.sequences[handle] = SimpleNamespace(
             ids=list(prompt), processed=0, generated=0, finished=None, failed=None, limit=limit
         )
@@ -86,6 +89,13 @@ def test_users_share_steps_and_the_next_comes_when_one_leaves():
     assert batches == [2, 2, 2, 1]
     assert [t.user for t in found] == [0, 2, 1]
     assert user_rates(found)[0] == pytest.approx(2 / 2.1)  # waits for the second one's prefill
+
+
+def test_answers_are_drawn_as_asked_for():
+    engine, sessions = FakeEngine(), [[Turn(1, 3, 0.0), Turn(1, 3, 0.0)], [Turn(1, 3, 0.0)]]
+    given = {"clock": engine.clock, "wait": engine.wait}
+    replay(engine, sessions, 2, lambda n: [7] * n, temperature=0.7, seed=2**32 - 1, **given)
+    assert engine.draws == [(0.7, 2**32 - 1), (0.7, 0)]
 
 
 def test_nobody_waits_while_somebody_runs():
@@ -154,6 +164,16 @@ def test_bad_conditions_name_the_limit():
     forced = AgenticOptions(users=33, drafts=1, backend="latency_specialized", seed=2**32)
     with pytest.raises(ValueError, match=r"--seed(.|\n)*--users 33, --drafts 1(.|\n)*at most 32"):
         require_agentic(forced, sessions)
+
+
+@pytest.mark.parametrize("drafts", [0, 7])
+def test_warm_up_is_no_longer_than_the_longest_conversation(monkeypatch, drafts):
+    served = []
+    monkeypatch.setattr(agentic, "serve_group", lambda _, *given: served.append(given))
+    shortest = longest([[Turn(1, 2, 0.0)]])
+    agentic._warm_up(None, replace(AgenticOptions(), users=3, drafts=drafts), shortest)
+    assert [len(prompts) for prompts, _ in served] == [1, 2, 3]
+    assert all(len(p) + tokens <= shortest for prompts, tokens in served for p in prompts)
 
 
 def test_a_small_run(tmp_path, quick_compile):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bench.rank_slice_report import headline_names
-from bench.result import SCHEMA, halves_differ, is_noisy, read
+from bench.result import SCHEMA, halves_differ, is_noisy, noisy_names, read
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "bench" / "results"
@@ -50,6 +50,12 @@ def test_there_are_results_of_every_kind():
 @pytest.mark.parametrize("path", CLAIMING, ids=lambda p: p.name)
 def test_what_claims_the_schema_has_it_and_passed(path):
     assert read(path)["parity"]["verdict"] == "passed"
+
+
+@pytest.mark.parametrize("path", CLAIMING, ids=lambda p: p.name)
+def test_what_is_noisy_is_listed(path):
+    result = read(path)
+    assert result["conditions"]["noisy"] == noisy_names(result["figures"])
 
 
 @pytest.mark.parametrize("path", SLICES, ids=lambda p: p.name)
@@ -111,6 +117,8 @@ def test_busy_times_are_those_of_the_files(rows):
         for name, digits in (("busy_us", 1), ("activities", 0))
     ]
     assert cells == want
+    noisy = read(RESULTS / f"layers_rows{rows}_h200.json")["conditions"]["noisy"]
+    assert not [n for n in noisy if n.endswith(".layer.busy_us")]
 
 
 def test_the_table_of_kernels_holds_the_files_numbers():

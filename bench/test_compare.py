@@ -5,8 +5,16 @@ from types import SimpleNamespace
 import pytest
 
 from bench.__main__ import main
-from bench.compare import compare, differing, verdicts
-from bench.plots import Named, draw_published, draw_rows, draw_steps, plot
+from bench.compare import acceptances, compare, differing, verdicts
+from bench.plots import (
+    Named,
+    draw_kernels,
+    draw_published,
+    draw_rows,
+    draw_steps,
+    draw_throughput,
+    plot,
+)
 from bench.result import CONDITIONS, figure, write
 
 
@@ -45,6 +53,12 @@ def test_noise_and_agreement_are_remarked():
     noisy = made()
     noisy["figures"]["us_per_layer.rows8"]["samples"] = [90.0, 90.0, 110.0, 110.0]
     assert {r[0]: r[4] for r in compare(made(), noisy)}["us_per_layer.rows8"] == "noisy: B"
+    listed = made(noisy=["us_per_layer.rows64"])
+    assert {r[0]: r[4] for r in compare(listed, made())}["us_per_layer.rows64"] == "noisy: A"
+    counted = [made(), made()]
+    for one in counted:
+        one["figures"]["distinct_experts.rows8"] = figure(115.0, "count", [100.0, 130.0])
+    assert "noisy" not in {r[0]: r[4] for r in compare(*counted)}["distinct_experts.rows8"]
     wide = made()
     wide["figures"]["us_per_layer.rows8"] = figure(101.0, "us", [100.0, 100.0, 102.0, 102.0])
     assert "within" in {r[0]: r[4] for r in compare(made(), wide)}["us_per_layer.rows8"]
@@ -70,6 +84,35 @@ def test_differing_conditions_are_listed_and_passing_ones_are_not():
 def test_no_headline_without_both_verdicts():
     assert "no headline" not in verdicts(made(), made())
     assert "no headline" in verdicts(made(), made(verdict="failed"))
+
+
+FORCED = {"label": "synthetic acceptance", "acceptance_length": 6.0, "drafts": 7}
+
+
+def test_forced_acceptance_is_said_beside_a_comparison_and_in_pictures(tmp_path, capsys):
+    assert acceptances(made(), made()) == ""
+    said = "synthetic acceptance of length 6, 7 draft(s)"
+    assert acceptances(made(), made(acceptance=FORCED)) == f"A: no drafts; B: {said}"
+    names = [str(tmp_path / name) for name in ("a.json", "b.json")]
+    for name in names:
+        write(name, made(acceptance=FORCED))
+    assert main(["compare", *names]) == 0
+    assert f"A: {said}; B: {said}" in capsys.readouterr().out
+    axes = Axes()
+    assert draw_throughput(axes, [Named("x", made(acceptance=FORCED))])
+    assert list(axes.lines) == [f"x (none, none), {said}"]
+    verified = released("v")
+    verified.result["conditions"]["acceptance"] = FORCED
+    assert draw_rows(axes, [verified])
+    assert f"verification, v, {said}" in axes.lines  # and not the curve, which has no drafts
+    assert "v (none, NVIDIA H200)" in axes.lines
+
+
+def test_results_without_a_common_figure_are_refused(tmp_path, capsys):
+    name = str(tmp_path / "a.json")
+    write(name, made())
+    assert main(["compare", name, name, "--match", "nothing"]) == 2
+    assert "no figure with 'nothing' in its name" in capsys.readouterr().err
 
 
 def test_the_command_prints_and_refuses(tmp_path, capsys):
@@ -110,7 +153,13 @@ class Axes:
     def set_xscale(self, *args, **kw):
         """Takes anything."""
 
-    set_yscale = set_xscale
+    set_yscale = set_xlim = set_ylim = invert_yaxis = set_xscale
+
+    def barh(self, places, values, *, label, **_):
+        self.bars = len(values)
+
+    def set_yticks(self, places, names, **_):
+        self.names = list(names)
 
 
 def released(name, distinct=16.0):
@@ -153,9 +202,32 @@ def test_layers_show_verifications_and_floors_in_other_colours():
     assert [label for label in axes.lines if "NOISY" in label] == ["c (none, none), NOISY"]
 
 
+def test_bars_name_their_result_noise_and_what_is_left_out():
+    noisy, many = made(), made()
+    noisy["figures"]["experts.rows1.kernel_us"]["samples"] = [16.0, 16.0, 20.0, 20.0]
+    axes = Axes()
+    assert draw_kernels(axes, [Named("a", made()), Named("b", noisy)])
+    assert axes.names == ["a: experts.rows1", "b: experts.rows1, NOISY"]
+    assert axes.title == "Kernels"
+    for i in range(49):
+        many["figures"][f"x{i}.kernel_us"] = figure(1.0, "us")
+    assert draw_kernels(axes, [Named("a", many)])
+    assert axes.names[0] == "experts.rows1" and axes.bars == 40
+    assert axes.title == "Kernels, the first 40 of 50"
+
+
 def test_what_did_not_pass_is_not_drawn(tmp_path):
     assert plot([Named("bad", made(verdict="failed"))], tmp_path) == ["index.html"]
     assert "not drawn" in (tmp_path / "index.html").read_text()
+
+
+def test_files_of_one_name_are_told_apart(tmp_path):
+    files = [str(tmp_path / folder / "slice.json") for folder in ("before", "after")]
+    for file in files:
+        write(file, made())
+    assert main(["plot", *files, "--report", str(tmp_path / "plots")]) == 0
+    page = (tmp_path / "plots" / "index.html").read_text()
+    assert "before/slice (" in page and "after/slice (" in page
 
 
 @pytest.mark.parametrize("command", [["plot"], ["compare"]])

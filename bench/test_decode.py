@@ -5,8 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from bench import decode
 from bench.__main__ import main
-from bench.decode import prompts_of, ratios
+from bench.decode import measure, prompts_of, ratios
 from bench.engine_options import DecodeOptions, require_decode
 from bench.engine_setup import plans_of
 from bench.result import figure, read
@@ -83,6 +84,16 @@ def test_prompts_are_the_same_for_every_backend_and_differ_otherwise():
     assert prompts_of(o, 384, 1, 0) == prompts_of(o, 384, 1, 0)
     assert prompts_of(o, 384, 1, 0) != prompts_of(o, 384, 1, 1)
     assert prompts_of(o, 384, 1, 0) != prompts_of(o, 384, 2, 0)
+
+
+@pytest.mark.parametrize(("drafts", "sizes"), [(0, [5]), (3, [1, 2, 4, 5])])
+def test_every_batch_that_steps_may_have_is_compiled_before_measuring(monkeypatch, drafts, sizes):
+    """Requests whose drafts are judged do not end together, so that smaller batches follow."""
+    served = []
+    monkeypatch.setattr(decode, "serve_group", lambda _, prompts, *a, **k: served.append(prompts))
+    o = replace(DecodeOptions(), batch=5, drafts=drafts, runs=1, groups=1)
+    measure({"auto": None}, o, 384, lambda: 0.0)
+    assert [len(prompts) for prompts in served] == [*sizes, 5]
 
 
 def test_a_ratio_has_the_spread_of_its_runs():

@@ -8,6 +8,8 @@ from bench.decode_metrics import Group, Served, Step, decode_figures, percentile
 from bench.result import noisy_names
 from bench.serve import serve_group
 
+SEEDS = 2**32
+
 
 class FakeEngine:
     """Gives `length` tokens per step and request; prefill and step take fixed times."""
@@ -20,6 +22,7 @@ class FakeEngine:
         return self.now
 
     def add(self, prompt, *, temperature, seed, stop=(), limit=None):
+        assert 0 <= seed < SEEDS
         self.next += 1
         self.sequences[self.next] = SimpleNamespace(
             generated=0, finished=None, failed=None, emitted=[], limit=limit
@@ -91,6 +94,11 @@ def test_steps_with_fewer_requests_do_not_count():
     assert len(group.intervals(1)) == 1
     with pytest.raises(ValueError, match="4 running"):
         decode_figures([[group]], running=4)
+
+
+def test_seeds_of_a_group_stay_within_their_bits():
+    engine = FakeEngine()
+    assert serve_group(engine, [[1]] * 2, 3, seed=SEEDS - 1, clock=engine.clock).steps
 
 
 def test_a_request_that_fails_ends_the_run():

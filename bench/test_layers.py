@@ -135,6 +135,19 @@ def test_the_result_is_there_before_the_picture_is_drawn(tmp_path, monkeypatch, 
     assert read(out) == result
 
 
+def test_what_did_not_pass_is_not_drawn(tmp_path, monkeypatch):
+    result = {
+        "schema": "k3-bench-1", "command": "python -m bench layers",
+        "conditions": dict.fromkeys(CONDITIONS, "none") | {"versions": {}, "noisy": []},
+        "figures": {}, "parity": {"verdict": "failed"},
+    }  # fmt: skip
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")  # the command changes both
+    monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
+    monkeypatch.setattr(layers, "run_layers", lambda o: (result, {"auto.kda": []}))
+    assert main(["layers", "--picture", str(tmp_path / "l.png")]) == 1
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_small_run(tmp_path, quick_compile):
     out, picture, traces = tmp_path / "l.json", tmp_path / "l.png", tmp_path / "traces"
     command = "layers --preset tiny --tp 2 --rows 2 --context 64 --repeats 2"

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from bench import machine
+from bench.devices import find
 from bench.machine import QUERY, code_version, gpu_state, with_clocks_now
 
 
@@ -26,6 +27,19 @@ def test_the_first_visible_gpu_is_asked(visible, asked, monkeypatch):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     assert gpu_state()["clocks.sm"] == "v1"
     assert commands[0][-1] == f"--id={asked}"
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"),
+    [
+        ("NVIDIA H200", "H200"), ("NVIDIA H100 80GB HBM3", "H100"), ("NVIDIA GB300", "GB300"),
+        ("NVIDIA GH200 480GB", None), ("NVIDIA GB200", None), ("NVIDIA H100 PCIe", None),
+        ("NVIDIA H100 NVL", None), ("cpu", None),
+    ],
+)  # fmt: skip
+def test_no_floor_is_better_than_that_of_another_memory(kind, name):
+    found = find(kind)
+    assert (found and found.name) == name
 
 
 def test_clocks_are_those_behind_the_timing(monkeypatch):

@@ -1,5 +1,9 @@
 """`bench ops`: figures of a case, what fails one, and the list. Kernels themselves need a GPU."""
 
+import json
+from dataclasses import replace
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -8,10 +12,13 @@ from bench import ops
 from bench.__main__ import main
 from bench.devices import DEVICES
 from bench.ops import chosen, judge, parity_of, run_case
+from bench.ops_cases import cases
+from bench.ops_kda import kda_case
 from bench.ops_options import OpsOptions
-from bench.ops_problem import Problem, stack_depth
-from bench.ops_standard import run_standard
+from bench.ops_problem import Problem, f64, relative, stack_depth
+from bench.ops_standard import run_standard, tiny_cases
 from bench.result import read
+from parity.kernel_env import needs_interpreter
 
 
 def problem(error=0.0, standard=1e-3):
@@ -47,6 +54,13 @@ def test_kernels_of_a_call_are_summed_and_others_kept_apart():
     assert parity["replays_different"] == 0
 
 
+def test_a_call_may_take_its_layer_as_a_number():
+    """As the cases of experts and vocabulary do."""
+    fine = problem()
+    case = replace(fine, call=lambda layer: fine.call([None, layer][int(layer)]))
+    assert run_case("x", case, OpsOptions(repeats=1, replays=1), None, times)[1]["passed"]
+
+
 @pytest.mark.parametrize(
     ("error", "standard", "passed"),
     [(1e-3, 1e-3, True), (3e-3, 1e-3, False), (1e-2, 1e-1, False), (np.nan, 1e-3, False)],
@@ -54,6 +68,7 @@ def test_kernels_of_a_call_are_summed_and_others_kept_apart():
 def test_an_error_beyond_twice_the_standard_paths_fails(error, standard, passed):
     found = run_case("x", problem(error, standard), OpsOptions(repeats=1, replays=2), None, times)
     assert found[1]["passed"] is passed
+    json.dumps(found, allow_nan=False)  # a kernel that gives NaN must not cost the other cases
 
 
 def test_the_floor_is_that_of_the_device_or_none():
@@ -100,6 +115,27 @@ def test_standard_formulas_are_timed_by_the_clock_and_compared():
     assert not run_standard("x", problem(standard=1e-2), OpsOptions(replays=1))[1]["passed"]
 
 
+def test_the_small_preset_has_every_family():
+    families = {name.split(".")[0] for name in cases()}
+    assert families == {name.split(".")[0] for name in tiny_cases()}
+    assert {"kda", "experts", "mla_attend", "mla_query", "vocab"} <= families
+
+
+def test_a_wrong_standard_formula_of_kda_would_be_seen(quick_compile):
+    """float64 is written apart from both paths: it agrees, and another layer does not."""
+    case = kda_case(1, 2, 1, 37, layers=2)
+    want = case.exact(1, case.rows)
+    assert relative(f64(case.standard(1)), want) < 4e-3
+    assert relative(f64(case.standard(0)), want) > 0.1
+
+
+@needs_interpreter
+def test_the_kernel_of_a_kda_case_is_traced_at_the_cases_shapes():
+    case = kda_case(1, 2, 1, 37, layers=2)
+    found = jax.eval_shape(case.call, jax.ShapeDtypeStruct((), jnp.int32))
+    assert found.shape == case.standard(0).shape
+
+
 def test_the_small_preset_runs_without_a_gpu(tmp_path, capsys, quick_compile):
     out = tmp_path / "ops.json"
     command = ["ops", "--preset", "tiny", "--repeats", "4", "--replays", "2"]
@@ -107,7 +143,9 @@ def test_the_small_preset_runs_without_a_gpu(tmp_path, capsys, quick_compile):
     found = read(out)
     assert found["parity"]["verdict"] == "passed"
     assert found["conditions"]["backend"] == "standard formulas"
-    assert found["conditions"]["cases"] == {"measured": 5, "asked_for": 5}
+    assert found["conditions"]["cases"] == dict.fromkeys(
+        ("measured", "asked_for"), len(tiny_cases())
+    )
     assert all(n.endswith(".standard_us") for n in found["figures"])
     assert "NO KERNEL RAN" in capsys.readouterr().out
 

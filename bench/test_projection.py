@@ -16,6 +16,7 @@ from bench.projection import (
 )
 from bench.result import CONDITIONS, ResultError, figure, write
 from jax_impl.config import RELEASED_CONFIG, ModelConfig
+from jax_impl.tiny_presets import PRESETS, text_config
 
 
 @pytest.fixture(scope="module")
@@ -23,12 +24,12 @@ def k3():
     return ModelConfig.load(RELEASED_CONFIG)
 
 
-ASKED = {"tp": 16, "context": 1024, "kv_dtype": "float8_e4m3fn"}
+ASKED = {"tp": 16, "context": 1024, "kv_dtype": "float8_e4m3fn", "experts": "tp", "dcp": 1}
 
 
 def made(**changed):
     shapes = {
-        "preset": "k3", "tp": 16, "context": 1024, "kv_dtype": "float8_e4m3fn",
+        "preset": "k3", "tp": 16, "context": 1024, "kv_dtype": "float8_e4m3fn", "drafts": 7,
         "cases": {
             "rows8": {"sequences": 8, "rows_each": 1},
             "verify8": {"sequences": 1, "rows_each": 8},
@@ -86,6 +87,8 @@ def test_a_noisy_source_is_named():
         ({"tp": 8}, "tp: measured with 16, expected --tp 8"),
         ({"context": 131072}, "context: measured with 1024, expected --context 131072"),
         ({"kv_dtype": "bfloat16"}, "expected --kv-dtype bfloat16"),
+        ({"experts": "ep"}, "experts: measured with tp, expected --experts ep"),
+        ({"dcp": 16}, "dcp: measured with 1, expected --dcp 16"),
     ],
 )
 def test_a_slice_of_other_shapes_is_refused(k3, asked, message):
@@ -141,6 +144,23 @@ def test_the_step_is_compute_and_exchanges(k3):
 def test_what_cannot_be_projected_from_is_refused(k3, changed, message):
     with pytest.raises(ResultError, match=message):
         project(k3, made(**changed), DEVICES["GB300"], None, ASKED)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--drafts 3 --accept-length 4", "drafts: measured with 7, expected --drafts 3"),
+        ("--experts ep --dcp 16", "experts: measured with tp, expected --experts ep"),
+        ("--config {other}", "found another model in --config"),
+    ],
+)
+def test_options_that_the_slice_is_not_for_are_refused(tmp_path, capsys, options, message):
+    source, other = tmp_path / "slice.json", tmp_path / "config.json"
+    write(str(source), made())
+    other.write_text(json.dumps(text_config(PRESETS["tp16"].target)))
+    command = f"roofline --rows 1 --project {source} {options.format(other=other)}"
+    assert main(command.split()) == 2
+    assert message in capsys.readouterr().err
 
 
 def test_the_command_labels_projection_and_published(tmp_path, capsys):

@@ -5,7 +5,17 @@ import math
 
 import pytest
 
-from bench.result import CONDITIONS, ResultError, figure, headline, is_noisy, problems, read, write
+from bench.result import (
+    CONDITIONS,
+    ResultError,
+    acceptance_words,
+    figure,
+    headline,
+    is_noisy,
+    problems,
+    read,
+    write,
+)
 
 
 def made(**changed):
@@ -36,6 +46,7 @@ def test_a_result_is_written_whole_and_read_back(tmp_path):
         ({"figures": {"a": figure(1.0, "parsec")}}, "unit: found 'parsec'"),
         ({"figures": {"a": figure(1.0, "us", [math.inf])}}, "samples"),
         ({"figures": {"a": {"value": True, "unit": "us", "samples": None}}}, "finite number"),
+        ({"figures": {"a": {"value": 10**400, "unit": "us", "samples": None}}}, "finite number"),
         ({"parity": {"verdict": "fine"}}, "parity: expected"),
         ({"parity": {"verdict": "none"}}, "needs `why`"),
         ({"more": 1}, "keys: found"),
@@ -54,7 +65,7 @@ def test_another_form_is_refused_and_not_written(tmp_path, changed, message):
     [
         ("versions", "none"), ("device", None), ("clocks", 3), ("seed", 0.5), ("seed", True),
         ("shapes", []), ("acceptance", 2), ("backend", ["auto"]), ("excluded", None),
-        ("noisy", "no"), ("code", 7),
+        ("noisy", "no"), ("noisy", [1]), ("code", 7),
     ],
 )  # fmt: skip
 def test_conditions_have_types(name, found):
@@ -80,6 +91,17 @@ def test_noise_is_a_difference_of_halves():
     assert is_noisy([100.0, 101.0, 104.0])  # of three the range counts
     assert not is_noisy([100.0, 101.0, 102.0])
     assert is_noisy([100.0])  # nothing can be said
+    assert not is_noisy([0.0, 0.0])
+    assert is_noisy([0.0, 0.0, 1.0])
+
+
+def test_how_drafts_were_judged_is_said_of_any_result_that_can_be_read():
+    forced = {"label": "synthetic acceptance", "acceptance_length": 6, "drafts": 7}
+    assert acceptance_words(forced) == "synthetic acceptance of length 6, 7 draft(s)"
+    assert acceptance_words({"rule": "block", "drafts": 7}).startswith("real acceptance (block)")
+    for other in ({}, {"drafts": 7}, {"label": "forced", "drafts": 7}):
+        assert acceptance_words(other) == str(other)
+    assert acceptance_words("none") == ""
 
 
 def test_no_headline_without_parity():

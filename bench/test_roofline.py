@@ -81,9 +81,17 @@ def test_the_command_writes_a_result_without_published_figures(tmp_path, capsys)
     rate = result["figures"]["tokens_per_s_at_floor.verify8"]["value"]
     assert rate == pytest.approx(6e6 / step, rel=1e-3)
     assert "synthetic" in result["conditions"]["acceptance"]
+    assert result["conditions"]["versions"] and result["conditions"]["code"]
+    assert result["conditions"]["shapes"]["model"] == "released"
     assert not {f["value"] for f in result["figures"].values()} & {p.specialised for p in PUBLISHED}
     printed = capsys.readouterr().out
     assert "published elsewhere, not reproduced here" in printed and "842" in printed
+
+
+@pytest.mark.parametrize("distinct", ["15", "17"])
+def test_one_row_chooses_16_experts(capsys, distinct):
+    assert main(["roofline", "--rows", "1,8", "--distinct", distinct]) == 2
+    assert "expected 16, which one row chooses, to 16, which" in capsys.readouterr().err
 
 
 def test_everything_wrong_is_said_at_once(capsys):

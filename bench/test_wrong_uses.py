@@ -45,6 +45,8 @@ ALL = (
     Wrong("agentic --trace trace.jsonl", "line 2: found KeyError", "new >= 1", "Correct these"),
     Wrong("agentic --users 0 --runs 0 --speed 0", "--users 0", "expected 1 to 64", HELP),
     Wrong("rank-slice --rows 0,99 --drafts 9 --context 0", "(0, 99)", "1 to 64, the largest", HELP),
+    Wrong("rank-slice --rows 1,8,1 --budget inf", "(1, 8, 1): expected different numbers",
+          "--budget inf: expected a finite number", HELP),
     Wrong("rank-slice --rows 1;2", "'1;2'", "whole numbers with commas", "correct it"),
     Wrong("rank-slice --layers 5", "--layers 5", "a multiple of 4", "change it"),
     Wrong("rank-slice --tp 7", "does not divide by 7", "divides all of it", "Choose a number"),

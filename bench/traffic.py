@@ -125,10 +125,13 @@ def replay(
     clock: Clock = time.perf_counter,
     wait: Callable[[float], None] = wait_until,
     agree: Callable[[int], int] = int,
+    temperature: float = 0.0,
+    seed: int = 0,
 ) -> list[TurnServed]:
     """Serve all sessions, `users` at a time; every turn in the order of its end.
 
     `agree` returns the first process's number in all of them; they call it at the same places.
+    Draws of user i have `seed` + i.
 
     Raises:
         ValueError: a sequence stopped for another reason than its output limit.
@@ -146,7 +149,8 @@ def replay(
         if number != NOBODY:
             user = next(u for u in idle if u.number == number)
             idle.remove(user)
-            _begin(engine, user, content, clock)
+            draws = {"temperature": temperature, "seed": (seed + user.number) % 2**32}
+            _begin(engine, user, content, clock, draws)
             running.append(user)
             continue
         if not running:
@@ -172,12 +176,18 @@ def _most_due(idle: Sequence[_User], now: float) -> int:
     return min(due, key=lambda u: u.due).number if due else NOBODY
 
 
-def _begin(engine: Any, user: _User, content: Callable[[int], list[int]], clock: Clock) -> None:
+def _begin(
+    engine: Any,
+    user: _User,
+    content: Callable[[int], list[int]],
+    clock: Clock,
+    draws: dict[str, Any],
+) -> None:
     """Add the due turn's tokens and prefill them."""
     turn = user.turns[0]
     ids = content(turn.new)
     if user.handle is None:
-        user.handle = engine.add(ids, temperature=0.0, seed=user.number, limit=turn.output)
+        user.handle = engine.add(ids, limit=turn.output, **draws)
     else:
         engine.extend(user.handle, ids)
         engine.sequences[user.handle].limit = turn.output
