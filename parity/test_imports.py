@@ -35,7 +35,10 @@ ALLOWED = {
 }
 ALONE = ROOT / "torch_ref" / "vllm_record.py"  # copied into an environment without this project
 # what bench may take from parity
-SHARED = {"cases", "inputs", "metrics", "mla_inputs", "tolerances", "wrong_uses", "doc_commands"}
+SHARED = {
+    *("cases", "inputs", "metrics", "mla_inputs", "tolerances"),
+    *("wrong_uses", "doc_commands", "kernel_env"),
+}
 WITHOUT_JAX = (
     *("config", "weights", "memory", "checkpoint", "make_tiny"),
     *("processes", "watchdog"),
