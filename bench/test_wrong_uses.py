@@ -65,7 +65,7 @@ ALL = (
           "Give a file that a measuring command"),
     Wrong("compare other.json nowhere.json", "nowhere.json: not readable", "expected a JSON file",
           "measure again"),
-    Wrong("compare other.json", "Missing from", "PATH", "For full helptext"),
+    Wrong("compare other.json", "Missing from", "another", "For full helptext"),
     Wrong("plot --report out", "no result files", "at least one", "give their names"),
     Wrong("plot other.json --report file", "file is a file", "expected a directory", "choose"),
     Wrong("plot nested.json --report out", "found list", "expected ['schema'", "Give a file"),

@@ -166,7 +166,7 @@ def fresh(folder: Path) -> None:
 def make_place(folder: Path, results: Path) -> None:
     """What the lines refer to: this repository's folders, small checkpoints, results of `bench`."""
     make_workspace(folder)
-    for name in ("parity", "bench", "torch_ref", "notebooks"):
+    for name in ("jax_impl", "parity", "bench", "torch_ref", "notebooks"):
         (folder / name).symlink_to(ROOT / name)
     fresh(folder)
     (folder / "prompts.txt").write_text("5 17 101 9 44 12 300 3\n1 4 9 16 25 36 49 64 81 100\n")
