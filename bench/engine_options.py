@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from bench.options import see_help, seed_problems
+from bench.options import see_help
 from jax_impl.plan import BATCH_BUCKETS, MAX_ROWS, bucket
-from jax_impl.problems import listed
+from jax_impl.problems import listed, seed_problems
 
 BACKENDS = ("auto", "latency_specialized")
 

@@ -29,11 +29,12 @@ from bench.guards import guarded
 from bench.machine import command_line, describe_machine, with_clocks_now
 from bench.ops_cases import cases
 from bench.ops_options import OpsOptions
-from bench.ops_problem import L2_BYTES, L2_TIMES, REL_L2, Problem, f64, json_number, relative
+from bench.ops_problem import L2_BYTES, L2_TIMES, REL_L2, Problem, f64, relative
 from bench.ops_standard import run_standard, tiny_cases
 from bench.options import see_help
 from bench.result import SCHEMA, figure, noisy_names, write
 from jax_impl import progress
+from jax_impl.output import json_number
 from jax_impl.problems import listed
 
 SEEDS = "7 skinny, 11 experts, 13 route, 17 latent_up, 19 attn_res, 23 and above others"

@@ -30,7 +30,7 @@ def kda_case(batch: int, tokens: int, heads: int, seed: int, layers: int | None 
     state_bytes = 4 * batch * p * WIDTH + 2 * batch * (TAPS - 1) * 3 * p
     own = 2 * p * WIDTH + 4 * 3 * p * TAPS + 4 * (heads + p + WIDTH)
     moved = state_bytes + own + 2 * n * columns + 4 * 3 * n * p + 2 * n * p
-    layers = stack_depth(state_bytes + own) if layers is None else layers
+    layers = layers or stack_depth(state_bytes + own)
     a = _arrays(jax.random.key(seed), batch, n, heads, layers)
     w = kda.Weights(*(a[name] for name in kda.Weights._fields))
     index = jnp.arange(batch, dtype=jnp.int32)

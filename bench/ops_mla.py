@@ -37,7 +37,7 @@ def attend_case(
 
     dtype, scale = _dtype(fp8)
     nbytes = batch * context * 576 * (1 if fp8 else 2) + heads * 128 * 512 * 2
-    layers = min(stack_depth(nbytes), 64) if layers is None else layers
+    layers = layers or min(stack_depth(nbytes), 64)
     lengths = [max(context, tokens)] * batch
     case = mla_inputs.make(lengths, tokens, heads, dtype, scale, layers=layers, filled=True)
     a, n = case.arrays, batch * tokens
@@ -87,7 +87,7 @@ def query_case(
     dtype, scale = _dtype(fp8)
     n, rows = batch * tokens, tokens * heads
     nbytes = heads * 128 * 512 * 2
-    layers = stack_depth(nbytes) if layers is None else layers
+    layers = layers or stack_depth(nbytes)
     # one sequence owns all the rows that are written
     case = mla_inputs.make([n], n, heads, dtype, scale, layers=layers)
     a = case.arrays

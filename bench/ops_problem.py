@@ -59,11 +59,6 @@ def relative(got: np.ndarray, want: np.ndarray) -> float:
     return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
-def json_number(value: float) -> float | str:
-    """The value, or its name where JSON has no such number."""
-    return value if np.isfinite(value) else str(value)
-
-
 def bf16_round(x: np.ndarray) -> np.ndarray:
     """One rounding of float64 values to bf16."""
     return np.asarray(np.asarray(x, np.float32).astype(jnp.bfloat16), np.float64)

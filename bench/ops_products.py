@@ -18,7 +18,7 @@ def skinny_case(m: int, n: int, k: int, seed: int, layers: int | None = None, **
     from pallas_kernels.skinny import skinny
 
     nx = Numerics()
-    layers = stack_depth(2 * n * k) if layers is None else layers
+    layers = layers or stack_depth(2 * n * k)
     kx, kw_ = jax.random.split(jax.random.key(seed))
     x = normal(kx, (m, k))
     w = jnp.stack([normal(jax.random.fold_in(kw_, i), (n, k), k**-0.5) for i in range(layers)])
@@ -60,7 +60,7 @@ def route_case(m: int, ranks: int, seed: int, layers: int | None = None) -> Prob
 
     nx, k = Numerics(), 7168
     rows = 896 // ranks, 3584 // ranks, 12288 // ranks
-    layers = stack_depth(2 * sum(rows) * k) if layers is None else layers
+    layers = layers or stack_depth(2 * sum(rows) * k)
     key = jax.random.key(seed)
     x = normal(key, (m, k))
     ws = [
@@ -103,7 +103,7 @@ def latent_up_case(m: int, ranks: int, seed: int, layers: int | None = None) -> 
     from pallas_kernels.latent_up import latent_up
 
     nx, k, n = Numerics(), 3584, 7168 // ranks
-    layers = stack_depth(2 * n * k) if layers is None else layers
+    layers = layers or stack_depth(2 * n * k)
     key = jax.random.key(seed)
     x, norm = normal(key, (m, k)), normal(jax.random.fold_in(key, 1), (k,))
     w = jnp.stack([normal(jax.random.fold_in(key, i), (n, k), k**-0.5) for i in range(layers)])

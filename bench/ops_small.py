@@ -101,7 +101,7 @@ def vocab_case(
     from pallas_kernels.vocab import vocab
 
     nx, n = Numerics(), vocabulary // ranks
-    layers = stack_depth(2 * n * k) if layers is None else layers
+    layers = layers or stack_depth(2 * n * k)
     key = jax.random.key(seed)
     table = normal(key, (vocabulary if markov else m, k))
     ids = (jnp.arange(m, dtype=jnp.int32) * 7919 + 5) % table.shape[0]

@@ -20,13 +20,14 @@ from bench.ops_experts import Sizes, experts_case
 from bench.ops_kda import kda_case
 from bench.ops_mla import attend_case, query_case
 from bench.ops_options import OpsOptions
-from bench.ops_problem import REL_L2, SITU, Problem, f64, json_number, relative
+from bench.ops_problem import REL_L2, SITU, Problem, f64, relative
 from bench.ops_products import attn_res_case, latent_up_case, route_case, skinny_case
 from bench.ops_small import attn_res_case as two_deltas_case
 from bench.ops_small import topk_case, vocab_case
 from bench.result import median_figure
 from bench.timing import Clock, sample_us
 from jax_impl import progress
+from jax_impl.output import json_number
 
 WARMUPS = 2
 LEAST_SAMPLES = 4  # halves of which can be compared

@@ -42,7 +42,15 @@ from jax_impl.loader import free_device_bytes
 from jax_impl.memory import require_room
 from jax_impl.params import Weights, abstract_weights
 from jax_impl.progress import count_bar, note
-from jax_impl.random_step import Case, load_config, make_inputs, random_cache, random_stream
+from jax_impl.random_step import (
+    Case,
+    cases,
+    load_config,
+    make_inputs,
+    random_cache,
+    random_stream,
+    run_for,
+)
 from jax_impl.random_weights import random_weights
 from jax_impl.sharding import Placement, require_ranks
 from jax_impl.static import Static
@@ -101,13 +109,8 @@ def prepare(o: SliceOptions) -> Setting:
             f"--layers {o.layers}: two of them are equally deep, expected different depths; "
             "change one"
         )
-    found = slice_model.cases(o.rows, o.drafts)
-    most = max(c.batch for c in found)
-    run = RunConfig(
-        slots=most, page_size=o.page_size, pages=most * -(-o.context // o.page_size),
-        kv_dtype=o.kv_dtype, kv_scale=1.0 if o.kv_dtype == "float8_e4m3fn" else None,
-        decode_backend=o.backend,
-    )  # fmt: skip
+    found = cases(o.rows, o.drafts)
+    run = run_for(found, o.context, o.page_size, o.kv_dtype, o.backend)
     placement = Placement(Ranks(o.tp))
     for c in by_depth.values():
         require_ranks(c, run, o.tp)

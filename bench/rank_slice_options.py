@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from bench.options import see_help, seed_problems
+from bench.options import see_help
 from jax_impl.number_list import Numbers
 from jax_impl.plan import MAX_ROWS
-from jax_impl.problems import listed
+from jax_impl.problems import listed, seed_problems
 
 Sizes = Literal["k3", "tiny", "tp16"]
 

@@ -30,12 +30,6 @@ from jax_impl.step import build_step, step
 MLA_EVERY = 4  # among the layers with experts, in the released pattern
 
 
-def cases(rows: tuple[int, ...], drafts: int) -> list[Case]:
-    """`rowsN` for every number of rows, and `verifyN` of one sequence where there are drafts."""
-    found = [Case(f"rows{n}", n, 1) for n in rows]
-    return [*found, Case(f"verify{drafts + 1}", 1, drafts + 1)] if drafts else found
-
-
 def with_moe_layers(config: ModelConfig, layers: int) -> ModelConfig:
     """The model cut to its dense layers and the first `layers` with experts, 3 KDA : 1 MLA.
 

@@ -20,6 +20,7 @@ from jax_impl.backend import AUTO, Backend
 from jax_impl.cache import Cache, StepInputs
 from jax_impl.collectives import all_max
 from jax_impl.model import Stream, layer_weights, place, run_layer
+from jax_impl.output import json_number
 from jax_impl.params import Moe, Weights
 from jax_impl.selftest_stages import (
     FP8_ROWS,
@@ -131,14 +132,12 @@ def verdict(static: Static, found: dict[str, dict[str, float]]) -> dict[str, Any
     """The `parity` of a result from distances by case and layer; NaN never passes."""
     allowed = limits(static)
     comparisons = [
-        {"what": f"{where}.{name}", "found": value, "limit": allowed[name],
+        {"what": f"{where}.{name}", "found": json_number(value), "limit": allowed[name],
          "passed": value <= allowed[name]}
         for where, distances in found.items()
         for name, value in distances.items()
     ]  # fmt: skip
     passed = bool(comparisons) and all(c["passed"] for c in comparisons)
-    for one in comparisons:  # NaN and infinity are no JSON numbers
-        one["found"] = one["found"] if jnp.isfinite(one["found"]) else str(one["found"])
     return {
         "verdict": "passed" if passed else "failed",
         "against": "standard path in float32 at the highest precision, one KDA and one MLA layer "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import select
 import sys
@@ -192,6 +193,11 @@ def unwritable(option: str, target: str | Path | None) -> list[str]:
     except OSError as error:
         found = f"cannot write in {parent}: {error.strerror}"
         return [f"{option}: {found}, expected a place that can be written; {other}"]
+
+
+def json_number(value: float) -> float | str:
+    """The value, or its name where JSON has no such number."""
+    return value if math.isfinite(value) else str(value)
 
 
 def write_json(target: str, result: Any) -> None:

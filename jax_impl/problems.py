@@ -98,3 +98,10 @@ def _there(file: Path) -> bool:
 def option(name: str) -> str:
     """What a command line calls the setting `name`."""
     return "--" + name.replace("_", "-")
+
+
+def seed_problems(seed: int) -> list[str]:
+    """Why a number is no seed: random numbers of JAX and NumPy take 32 bits, none negative."""
+    if 0 <= seed < 2**32:
+        return []
+    return [f"--seed {seed}: expected 0 to {2**32 - 1}"]

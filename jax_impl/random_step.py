@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -36,6 +37,24 @@ class Case:
     def verifies(self) -> bool:
         """Whether the step judges drafts."""
         return self.tokens > 1
+
+
+def cases(rows: tuple[int, ...], drafts: int) -> list[Case]:
+    """`rowsN` for every number of rows, and `verifyN` of one sequence where there are drafts."""
+    found = [Case(f"rows{n}", n, 1) for n in rows]
+    return [*found, Case(f"verify{drafts + 1}", 1, drafts + 1)] if drafts else found
+
+
+def run_for(
+    found: Sequence[Case], context: int, page_size: int, kv_dtype: str, backend: str
+) -> RunConfig:
+    """Settings with room for the largest of the cases; an FP8 cache has scale 1."""
+    most = max(case.batch for case in found)
+    return RunConfig(
+        slots=most, page_size=page_size, pages=most * -(-context // page_size),
+        kv_dtype=kv_dtype, kv_scale=1.0 if kv_dtype == "float8_e4m3fn" else None,
+        decode_backend=backend,
+    )  # type: ignore[arg-type]  # fmt: skip
 
 
 def random_cache(config: ModelConfig, run: RunConfig, placement: Placement, seed: int) -> Cache:

@@ -22,12 +22,21 @@ from jax_impl import selftest_stages as stages
 from jax_impl.backend import AUTO, STAGES, Backend, choose_backend
 from jax_impl.cache import PAD, Cache, StepInputs
 from jax_impl.collectives import Ranks
-from jax_impl.config import ConfigError, ModelConfig, RunConfig
+from jax_impl.config import ConfigError, ModelConfig
 from jax_impl.draft_config import MAX_DRAFTS
 from jax_impl.params import Weights
-from jax_impl.problems import listed
+from jax_impl.plan import MAX_ROWS
+from jax_impl.problems import listed, seed_problems
 from jax_impl.progress import count_bar, note
-from jax_impl.random_step import Case, load_config, make_inputs, random_cache, random_stream
+from jax_impl.random_step import (
+    Case,
+    cases,
+    load_config,
+    make_inputs,
+    random_cache,
+    random_stream,
+    run_for,
+)
 from jax_impl.random_weights import random_weights
 from jax_impl.sharding import Placement, require_ranks
 from jax_impl.static import Static
@@ -38,7 +47,6 @@ if TYPE_CHECKING:
 
 LAYERS = {"dense": 0, "kda": 1, "mla": 2}  # of the model below; the dense layer's attention is KDA
 STEPS = 6  # of the replay
-ROWS_MOST = 64
 
 
 def small(config: ModelConfig) -> ModelConfig:
@@ -52,7 +60,6 @@ def small(config: ModelConfig) -> ModelConfig:
 class Share:
     """One rank count: sizes, weights and cache."""
 
-    tp: int
     static: Static
     backend: Backend
     weights: Weights
@@ -71,22 +78,21 @@ def run_selftest(o: SelftestOptions, backend: Backend | None = None) -> dict[str
         BackendUnavailableError: the backend cannot run here; lists every reason.
     """
     config = _require(o)
-    cases = [Case(f"rows{n}", n, 1) for n in o.rows]
-    cases += [Case(f"verify{o.drafts + 1}", 1, o.drafts + 1)] if o.drafts else []
+    asked = cases(o.rows, o.drafts)
     comparisons: list[dict[str, Any]] = []
     replays: list[dict[str, Any]] = []
     where: dict[str, Any] = {}
-    planned = [_planned(o, config, tp, cases, backend) for tp in o.tp]  # or refused, all of them
+    planned = [_planned(o, config, tp, asked, backend) for tp in o.tp]  # or refused, all of them
     for tp, (static, found) in zip(o.tp, planned, strict=True):
         note(f"selftest: TP{tp}, random weights")
         made = _made(o, static, found)
-        where = where or runs_where(made, cases[0], o)
-        with count_bar(f"TP{tp}", len(cases) + 1) as progress:
-            for done, case in enumerate(cases, start=1):
+        where = where or runs_where(made, asked[0], o)
+        with count_bar(f"TP{tp}", len(asked) + 1) as progress:
+            for done, case in enumerate(asked, start=1):
                 comparisons += _compare(made, case, o)
                 progress(done)
             replays.append({"tp": tp} | replay(made, o))
-            progress(len(cases) + 1)
+            progress(len(asked) + 1)
     passed = all(c["passed"] for c in [*comparisons, *replays])
     return {
         "conditions": _conditions(o),
@@ -99,18 +105,14 @@ def run_selftest(o: SelftestOptions, backend: Backend | None = None) -> dict[str
 
 def _require(o: SelftestOptions) -> ModelConfig:
     """The four layers to test, if the options make sense; refuses everything at once."""
-    problems = [
-        f"--{name}: found {list(found)}, expected {what}"
-        for name, found, what in (
-            ("tp", o.tp, "numbers of at least 1"),
-            ("rows", o.rows, f"numbers from 1 to {ROWS_MOST}"),
-        )
-        if not found or min(found) < 1 or (name == "rows" and max(found) > ROWS_MOST)
-    ]
+    problems = []
+    if not o.tp or min(o.tp) < 1:
+        problems.append(f"--tp: found {list(o.tp)}, expected numbers of at least 1")
+    if not o.rows or min(o.rows) < 1 or max(o.rows) > MAX_ROWS:
+        problems.append(f"--rows: found {list(o.rows)}, expected numbers from 1 to {MAX_ROWS}")
     if not 0 <= o.drafts <= MAX_DRAFTS:
         problems.append(f"--drafts {o.drafts}: expected 0 to {MAX_DRAFTS}")
-    if not 0 <= o.seed < 2**32:
-        problems.append(f"--seed {o.seed}: expected 0 to {2**32 - 1}")
+    problems += seed_problems(o.seed)
     config = load_config(o.preset)
     least, most = 1 + o.drafts + STEPS, config.max_position_embeddings
     if not least <= o.context <= most:
@@ -124,14 +126,9 @@ def _require(o: SelftestOptions) -> ModelConfig:
 
 
 def _planned(
-    o: SelftestOptions, config: ModelConfig, tp: int, cases: list[Case], backend: Backend | None
+    o: SelftestOptions, config: ModelConfig, tp: int, asked: list[Case], backend: Backend | None
 ) -> tuple[Static, Backend]:
-    most = max(c.batch for c in cases)
-    fp8 = o.kv_dtype == "float8_e4m3fn"
-    run = RunConfig(
-        slots=most, page_size=o.page_size, pages=most * -(-o.context // o.page_size),
-        kv_dtype=o.kv_dtype, kv_scale=1.0 if fp8 else None, decode_backend=o.backend,
-    )  # fmt: skip
+    run = run_for(asked, o.context, o.page_size, o.kv_dtype, o.backend)
     require_ranks(config, run, tp)
     found = choose_backend(run, config, tp) if backend is None else backend
     return Static(config, run, Ranks(tp)), found
@@ -141,7 +138,7 @@ def _made(o: SelftestOptions, static: Static, backend: Backend) -> Share:
     placement = Placement(static.ranks)
     weights = random_weights(static.config, placement, o.seed, static.run)
     cache = random_cache(static.config, static.run, placement, o.seed)
-    return Share(static.ranks.size, static, backend, weights, cache)
+    return Share(static, backend, weights, cache)
 
 
 def _compare(made: Share, case: Case, o: SelftestOptions) -> Iterator[dict[str, Any]]:
@@ -163,7 +160,7 @@ def _judged(
         mine, auto = float(distance.backend), float(distance.auto)
         limit = stages.most(name, auto, made.static.run.fp8)
         yield {
-            "tp": made.tp, "case": case.name, "layer": layer, "quantity": name,
+            "tp": made.static.ranks.size, "case": case.name, "layer": layer, "quantity": name,
             "error": mine, "error_of_auto": auto, "limit": limit, "passed": mine <= limit,
         }  # fmt: skip
 
@@ -171,7 +168,7 @@ def _judged(
 def changing_batches(made: Share, o: SelftestOptions) -> StepInputs:
     """Inputs [STEPS, B, ..] whose live requests, slots and positions change; some rows are pad."""
     static, rng = made.static, np.random.default_rng(o.seed + 5)
-    batch, vocab = min(8, static.run.slots), static.config.vocab_size
+    batch = min(8, static.run.slots)
     case = Case("replay", batch, 1)
     inputs, tokens = make_inputs(static.config, static.run, case, o.context, STEPS, o.seed)
     slot = np.stack([rng.permutation(batch) for _ in range(STEPS)]).astype(np.int32)
@@ -179,7 +176,7 @@ def changing_batches(made: Share, o: SelftestOptions) -> StepInputs:
     live[np.arange(STEPS), rng.integers(0, batch, STEPS)] = True  # at least one
     every = jax.tree.map(lambda a: jnp.broadcast_to(a, (STEPS, *a.shape)), inputs)
     return every.replace(
-        tokens=jnp.asarray(tokens) % vocab,
+        tokens=tokens,
         count=jnp.asarray(live, jnp.int32),
         slot=jnp.asarray(np.where(live, slot, PAD)),
         position=jnp.asarray(rng.integers(0, o.context, (STEPS, batch)), jnp.int32),

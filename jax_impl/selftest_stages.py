@@ -110,11 +110,10 @@ class _Sides:
 
     def run(self, stage: str, weights: tuple[Any, ...], *args: Any, **settings: Any) -> list[Any]:
         """Outputs of the backend, of `auto`, and in float32; `weights` as both forms take them."""
-        mine = tuple(weights[:1])
-        plain = [_joined(self.static.nx, a) for a in args]
+        plain = [_plain(self.static.nx, a) for a in args]
         wide = jax.tree.map(_widened, plain)
         return [
-            getattr(self.backend, stage)(self.static, *mine, *args, **settings),
+            getattr(self.backend, stage)(self.static, *weights[:1], *args, **settings),
             getattr(AUTO, stage)(self.auto, *weights[1:], *plain, **settings),
             getattr(AUTO, stage)(self.exact, *weights[1:], *wide, **settings),
         ]
@@ -125,7 +124,10 @@ class _Sides:
         self.found[name] = Distance(rel_l2(mine, want), rel_l2(auto, theirs))
 
 
-def _joined(nx: Numerics, arg: Any) -> Any:
+def _plain(nx: Numerics, arg: Any) -> Any:
+    """What kernels hand to each other, as the standard stages take it."""
+    if isinstance(arg, Routed):
+        return arg._replace(units=None)
     return whole(nx, arg) if isinstance(arg, Delta) else arg
 
 
@@ -230,21 +232,10 @@ def _feed_forward(sides: _Sides, w: tuple[Any, Any], y: jax.Array) -> None:
     sides.found["route.router_gap"] = Distance(*(gap for gap, _ in gaps))
     (_, mine), (_, theirs) = gaps
     sides.note("route.weights", routed[0].weights, routed[1].weights, mine, theirs)
-    found = _experts(sides, w, routed[0])
+    found = sides.run("experts", w, routed[0])
     sides.note("experts.routed", *found)
     out = sides.run("moe_out", w, found[0], routed[0].shared)
     sides.note("moe_out.delta", *(whole(nx, d) for d in out[:2]), out[2])
-
-
-def _experts(sides: _Sides, w: tuple[Any, Any], routed: Routed) -> list[jax.Array]:
-    """Units are a kernel's plan of the same ids; the standard stage takes none."""
-    plain = routed._replace(units=None)
-    wide = jax.tree.map(_widened, plain)
-    return [
-        sides.backend.experts(sides.static, w[0], routed),
-        AUTO.experts(sides.auto, w[1], plain),
-        AUTO.experts(sides.exact, w[1], wide),
-    ]
 
 
 def head_stages(static: Static, backend: Backend) -> Any:

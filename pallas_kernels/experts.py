@@ -72,9 +72,10 @@ def default_tuning(rows: int, width: int, latent: int) -> Tuning:
         common.SHARED_MEMORY
     ):
         warpgroups -= 1
-    share = math.gcd(latent // BLOCK, 4) or 1
-    finishers = min(2, share)
-    return Tuning(132, share, finishers, down_warpgroups=warpgroups, down_tiles=tiles)
+    share = math.gcd(latent // BLOCK, 4)
+    return Tuning(
+        warpgroups=share, finishers=min(2, share), down_warpgroups=warpgroups, down_tiles=tiles
+    )
 
 
 def pack(
