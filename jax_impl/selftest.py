@@ -7,6 +7,7 @@ one by one and as one program, which must give the same bits.
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -24,6 +25,7 @@ from jax_impl.cache import PAD, Cache, StepInputs
 from jax_impl.collectives import Ranks
 from jax_impl.config import ConfigError, ModelConfig
 from jax_impl.draft_config import MAX_DRAFTS
+from jax_impl.output import json_number
 from jax_impl.params import Weights
 from jax_impl.plan import MAX_ROWS
 from jax_impl.problems import listed, seed_problems
@@ -161,7 +163,8 @@ def _judged(
         limit = stages.most(name, auto, made.static.run.fp8)
         yield {
             "tp": made.static.ranks.size, "case": case.name, "layer": layer, "quantity": name,
-            "error": mine, "error_of_auto": auto, "limit": limit, "passed": mine <= limit,
+            "error": json_number(mine), "error_of_auto": json_number(auto), "limit": limit,
+            "passed": mine <= limit,
         }  # fmt: skip
 
 
@@ -295,13 +298,19 @@ def table(result: dict[str, Any]) -> list[tuple[str, ...]]:
     worst: dict[str, dict[str, Any]] = {}
     for one in result["comparisons"]:
         held = worst.get(one["quantity"])
-        if held is None or not one["error"] / one["limit"] <= held["error"] / held["limit"]:
+        if held is None or _share(one) > _share(held):
             worst[one["quantity"]] = one
     for name, one in worst.items():
         at = f"tp{one['tp']} {one['case']} {one['layer']}"
         said = "ok" if one["passed"] else "FAILED"
-        rows.append((name, at, f"{one['error']:.2e}", f"{one['limit']:.2e}", said))
+        rows.append((name, at, f"{float(one['error']):.2e}", f"{one['limit']:.2e}", said))
     for one in result["replays"]:
         said = "ok" if one["passed"] else "FAILED"
         rows.append((f"replay of {one['steps']} steps", f"tp{one['tp']}", "", "equal bits", said))
     return rows
+
+
+def _share(comparison: dict[str, Any]) -> float:
+    """The error as a share of its limit; NaN is as bad as can be."""
+    share = float(comparison["error"]) / comparison["limit"]
+    return math.inf if math.isnan(share) else share

@@ -64,6 +64,25 @@ def test_limits_follow_the_error_of_auto_up_to_a_bound(name, auto, fp8, found):
     assert math.isclose(stages.most(name, auto, fp8), found)
 
 
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_what_is_no_number_fails_and_is_delivered(bad):
+    """JSON has no such numbers, and a result that cannot be written would be no result."""
+    share = selftest.Share(Static(load_config("tiny"), RunConfig()), AUTO, None, None)
+    found = {"mla.heads": stages.Distance(bad, 1e-3), "attn_in.x": stages.Distance(1e-3, bad)}
+    comparisons = [*selftest._judged(share, Case("rows1", 1, 1), "mla", found)]
+    passed = {c["quantity"]: c["passed"] for c in comparisons}
+    assert passed == {"mla.heads": False, "attn_in.x": True}
+    comparisons += selftest._judged(share, Case("rows2", 2, 1), "mla", {
+        "mla.heads": stages.Distance(1e-3, 1e-3)
+    })  # fmt: skip
+    written = json.loads(json.dumps(comparisons, allow_nan=False))
+    rows = selftest.table({"runs_where": {}, "comparisons": written, "replays": []})
+    shown = {row[0]: (row[1], row[-1]) for row in rows}
+    assert shown == {
+        "mla.heads": ("tp1 rows1 mla", "FAILED"), "attn_in.x": ("tp1 rows1 mla", "ok"),
+    }  # fmt: skip
+
+
 class Small:
     """The four layers of the tiny preset, and the distances of one of them by quantity."""
 
