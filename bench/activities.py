@@ -113,6 +113,11 @@ def leaves(activities: list[Activity]) -> list[Activity]:
     ]
 
 
+def span_us(activities: list[Activity]) -> float:
+    """From the first one's start to the last one's end, gaps included."""
+    return max(a.end for a in activities) - min(a.start for a in activities)
+
+
 def busy_us(activities: list[Activity]) -> float:
     """Time in which at least one activity runs."""
     total, end = 0.0, float("-inf")

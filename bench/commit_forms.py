@@ -15,15 +15,15 @@ submission to completion, several samples submitted at a time; compilation is ex
 from __future__ import annotations
 
 import argparse
-import json
 import platform
 import statistics
 import sys
 import time
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
-from pathlib import Path
 from typing import Any
+
+from jax_impl.output import Output, run_command, write_json
 
 SCHEMA = "bench.commit_forms/1"
 FORMS = ("replay", "snapshots")
@@ -217,6 +217,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     wrong = [f"{n} {getattr(args, n)}: expected at least 1" for n in names if getattr(args, n) < 1]
     wrong += [f"batch {b}: expected at least 1" for b in args.batches if b < 1]
     wrong += [f"samples {args.samples}: expected at least 2"] if args.samples < 2 else []
+    wrong += [f"slots {args.slots}: expected at least 0"] if args.slots < 0 else []
     if wrong:
         parser.error("; ".join(wrong))
     return args
@@ -225,6 +226,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Run the benchmark from the command line; returns the exit status."""
     args = parse(argv)
+    Output(args.json).prepare()
     one = args.layers * args.heads * args.width**2 * 4
     results = []
     for batch in args.batches:
@@ -239,10 +241,8 @@ def main(argv: list[str] | None = None) -> int:
         "schema": SCHEMA, "command": " ".join(command), "conditions": conditions(),
         "excluded": "compilation and three further steps", "results": results,
     }  # fmt: skip
-    if args.json == "-":
-        print(json.dumps(report, indent=1))
-    elif args.json:
-        Path(args.json).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if args.json:
+        write_json(args.json, report)
     return 0
 
 
@@ -260,4 +260,4 @@ def print_result(result: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    raise SystemExit(run_command("python -m bench.commit_forms", main))

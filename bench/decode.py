@@ -11,19 +11,17 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import asdict
-from statistics import median
 from typing import Any
 
 import jax
 import numpy as np
 
-from bench import slice_parity
+from bench import replay, slice_parity
 from bench.decode_metrics import DEFINITIONS, Group, decode_figures
 from bench.engine_options import DecodeOptions, require_decode
 from bench.engine_setup import Loaded, load, plans_of
 from bench.machine import command_line, describe_machine, with_clocks_now
-from bench.replay import replay_ms
-from bench.result import SCHEMA, figure, median_figure, noisy_names
+from bench.result import SCHEMA, figure, noisy_names
 from bench.serve import serve_group, warm_up_sizes
 from bench.timing import Clock
 from jax_impl.engine import Engine
@@ -34,12 +32,6 @@ from jax_impl.speculative_engine import SpeculativeEngine
 
 EXCLUDED = "loading, compilation and warm-up groups; prefill where a definition says so"
 RATIOS = ("step_ms", "decode_tokens_s")
-REPLAY = (
-    "replay_ms: a step when the host does not look at tokens: as many steps as fit, up to 32, each "
-    "taking its inputs from the one before, dispatched one by one without waiting; by the host's "
-    "clock from the first dispatch to the end of the last step, over their number. No captured "
-    "program, and no clock of the device. host_over_replay: step_ms over it"
-)
 
 
 def prompts_of(o: DecodeOptions, vocabulary: int, run: int, group: int) -> list[list[int]]:
@@ -126,10 +118,11 @@ def run_decode(o: DecodeOptions, argv: Sequence[str] | None = None) -> dict[str,
         handles = start(engine, o, vocabulary)
         apart |= {f"{name}.{kind}": v for kind, v in check(loaded, engine, o.batch).items()}
         if o.replays:
-            samples = replay_ms(engine, handles, o.replays, clock)
-            mine["replay_ms"] = median_figure(samples, "ms")
-            ratio = mine["step_ms"]["value"] / median(samples)
-            mine["host_over_replay"] = figure(ratio, "ratio")
+            found = replay.replay_figures(engine, handles, o.replays, clock)
+            step = mine["step_ms"]["value"]
+            for label, by in (("replay", "replay_ms"), ("device", "replay_device_ms")):
+                mine[f"host_over_{label}"] = figure(step / found[by]["value"], "ratio")
+            mine |= found
         for handle in handles:
             engine.release(handle)
         figures |= {prefix + key: value for key, value in mine.items()}
@@ -174,7 +167,7 @@ def conditions_of(
         "backend": ",".join(o.backends),
         "excluded": EXCLUDED,
         "execution": f"{o.runs} runs of {o.groups} groups of {o.batch} prompt(s); host-timed",
-        "definitions": DEFINITIONS | ({"replay": REPLAY} if o.replays else {}),
+        "definitions": DEFINITIONS | ({"replay": replay.DEFINITION} if o.replays else {}),
         "plans": {
             name: plans_of(engine, name) for name, engine in engines.items()
         },

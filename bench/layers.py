@@ -150,7 +150,7 @@ def layer_figures(
     """Figures of one layer kind; without a known device no floor."""
     total, found = sum(size.values()), {}
     busy = [activities.busy_us(c) for c in calls]
-    span = [max(a.end for a in c) - min(a.start for a in c) for c in calls]
+    span = [activities.span_us(c) for c in calls]
     found[f"{prefix}.layer.busy_us"] = median_figure(busy, "us")
     found[f"{prefix}.layer.span_us"] = median_figure(span, "us")
     found[f"{prefix}.layer.activities"] = figure(median(map(len, calls)), "count")

@@ -117,6 +117,20 @@ def measure(path: Path) -> dict[str, Any]:
     }
 
 
+def require_inputs(checkpoint: Path | None, target: str | None) -> None:
+    """Before the work: the result can be written, the checkpoint be read.
+
+    Raises:
+        ValueError: one of the two cannot, and why.
+    """
+    from jax_impl.checkpoint import Checkpoint
+    from jax_impl.output import Output
+
+    Output(target).prepare()
+    if checkpoint is not None:
+        Checkpoint.open(checkpoint)
+
+
 def in_fresh_process(path: Path) -> dict[str, Any]:
     """`measure` in a new interpreter on the CPU."""
     root = Path(__file__).resolve().parent.parent
@@ -189,6 +203,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.measure_here:
         print(json.dumps(measure(args.checkpoint)))
         return 0
+    require_inputs(args.checkpoint, args.json)
     with tempfile.TemporaryDirectory(prefix="k3-loader-memory-") as scratch:
         path, source = args.checkpoint, "given checkpoint"
         if path is None:
@@ -214,4 +229,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    from jax_impl.output import run_command
+
+    raise SystemExit(run_command("python -m bench.loader_memory", main))

@@ -40,7 +40,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bench.loader_memory import SAMPLE_SECONDS, PeakSampler, status_bytes
+from bench.loader_memory import SAMPLE_SECONDS, PeakSampler, require_inputs, status_bytes
 
 if TYPE_CHECKING:
     from jax_impl.checkpoint import Checkpoint
@@ -348,6 +348,9 @@ def main(argv: list[str] | None = None) -> int:
     if args.convert:
         print(json.dumps(convert_here(args.convert, args.out, args.limit)))
         return 0
+    require_inputs(args.checkpoint, args.json)
+    if args.scratch is not None and not args.scratch.is_dir():
+        raise ValueError(f"--scratch {args.scratch}: expected a directory; create it")
     busy = os.getloadavg()  # of others: elapsed times mean little on a busy machine
     with tempfile.TemporaryDirectory(prefix="k3-loader-ranks-", dir=args.scratch) as scratch:
         path, source = args.checkpoint, "given checkpoint"
@@ -374,4 +377,6 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    from jax_impl.output import run_command
+
+    raise SystemExit(run_command("python -m bench.loader_ranks", main))

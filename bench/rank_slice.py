@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import fmean
@@ -37,6 +36,7 @@ from jax_impl.backend import Backend, choose_backend
 from jax_impl.binding import bind, is_bound
 from jax_impl.cache import Cache
 from jax_impl.collectives import Ranks
+from jax_impl.compiling import compile_all
 from jax_impl.config import ConfigError, ModelConfig, RunConfig
 from jax_impl.loader import free_device_bytes
 from jax_impl.memory import require_room
@@ -166,18 +166,17 @@ class Programs:
         return [(key, lambda f=f, a=a: f.lower(*a)) for key, f, a in found]
 
 
-def compile_all(setting: Setting, programs: list[Programs], weights: Weights, cache: Cache) -> None:
-    """Compile everything: traced one after the other, then several compiled at a time."""
-    with ThreadPoolExecutor(setting.options.compile_workers) as pool:
-        waiting = [
-            (p, key, pool.submit(lower().compile))
-            for p in programs
-            for key, lower in p.jobs(setting, weights, cache)
-        ]
-        with count_bar("compiling", len(waiting)) as progress:
-            for done, (p, key, future) in enumerate(waiting, start=1):
-                p.compiled[key] = future.result()
-                progress(done)
+def compile_programs(
+    setting: Setting, programs: list[Programs], weights: Weights, cache: Cache
+) -> None:
+    """Compile everything that the cases need."""
+    jobs = [
+        ((i, key), lower)
+        for i, p in enumerate(programs)
+        for key, lower in p.jobs(setting, weights, cache)
+    ]
+    for (i, key), compiled in compile_all(jobs, setting.options.compile_workers).items():
+        programs[i].compiled[key] = compiled
 
 
 def temporaries(programs: list[Programs]) -> dict[str, int]:
@@ -268,7 +267,7 @@ def run_rank_slice(o: SliceOptions, argv: list[str] | None = None) -> dict[str, 
     _require_layout(weights, config, run, o.tp)
     with stage("compilation", took):
         programs = [Programs(setting, case) for case in setting.cases]
-        compile_all(setting, programs, weights, cache)
+        compile_programs(setting, programs, weights, cache)
     runner = Runner(weights, cache)
     with stage("routing and parity", took):
         distinct = {p.case.name: routing(setting, runner, p) for p in programs}

@@ -2,15 +2,18 @@
 
 The cross-check of steps that the host looks at: a step's inputs are what the step before returned,
 all steps of a sample are dispatched one after the other, and only the end of the last is waited
-for. The clock is the host's; where dispatching is slower than a step, that is what it shows.
+for. Timed by the host's clock, and again, with the profiler, by the device's own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 
+from bench.activities import Activity, busy_us, record, span_us
+from bench.result import median_figure
 from bench.timing import Clock
 from jax_impl.engine import Engine, bucket
 from jax_impl.speculate import build_speculative_step
@@ -18,12 +21,23 @@ from jax_impl.speculative_engine import SpeculativeEngine
 from jax_impl.step import build_step
 
 MOST = 32  # steps of a sample
+MOST_TRACED = 8  # a step has over a thousand activities
+DEFINITION = (
+    "replay_ms: a step when the host does not look at tokens: as many steps as fit, up to 32, each "
+    "taking its inputs from the one before, dispatched one by one without waiting; by the host's "
+    "clock from the first dispatch to the end of the last step, over their number. "
+    "replay_device_ms: up to 8 such steps under the profiler, from the start of the first device "
+    "activity to the end of the last by the trace's clock, over their number (on a CPU an activity "
+    "is an instruction; where launching kernels takes longer than running them, tracing adds to "
+    "it); replay_device_busy: the share of it in which an activity ran. "
+    "host_over_replay, host_over_device: step_ms over these"
+)
 
 
-def replay_ms(engine: Engine, handles: list[int], samples: int, clock: Clock) -> list[float]:
-    """Milliseconds per step, one value per sample, behind prefilled sequences.
+def chain(engine: Engine, handles: list[int]) -> tuple[Callable[[int], Any], int]:
+    """A function that runs so many steps behind prefilled sequences, and the most it can run.
 
-    Every sample starts at the same place and overwrites what the one before wrote; release the
+    Every call starts at the same place and overwrites what the one before wrote; release the
     sequences afterwards.
 
     Raises:
@@ -32,11 +46,11 @@ def replay_ms(engine: Engine, handles: list[int], samples: int, clock: Clock) ->
     width = 1 + engine.drafts if isinstance(engine, SpeculativeEngine) else 1
     seqs = [engine.sequences[h] for h in handles]
     room = min(engine.context - s.processed for s in seqs) // width
-    steps = min(MOST, room - 1)
-    if steps < 1:
+    most = min(MOST, room - 1)
+    if most < 1:
         raise ValueError(f"no room to replay a step within a context of {engine.context} tokens")
     for seq in seqs:
-        engine._reserve(seq, seq.processed + steps * width)
+        engine._reserve(seq, seq.processed + most * width)
     inputs: Any = engine._inputs(seqs, [width] * len(seqs), bucket(len(seqs)), width)
     stages = engine._stages("verify" if width > 1 else "decode", inputs)
     built: Any
@@ -47,12 +61,51 @@ def replay_ms(engine: Engine, handles: list[int], samples: int, clock: Clock) ->
     else:
         built = build_step(engine.static, stages, "last", engine.placement.mesh)
         weights = (engine.weights,)
-    found = []
-    for turn in range(samples + 2):  # the first two compile, for inputs of host and of device
-        following, begin = inputs, clock()
+
+    def run(steps: int) -> Any:
+        following, outputs = inputs, None
         for _ in range(steps):
             engine.cache, outputs, following = built(*weights, engine.cache, following)
-        jax.block_until_ready((engine.cache, outputs))
+        return jax.block_until_ready((engine.cache, outputs))
+
+    return run, most
+
+
+def replay_figures(
+    engine: Engine,
+    handles: list[int],
+    samples: int,
+    clock: Clock,
+    trace: Callable[[Callable[[], Any]], list[Activity]] = record,
+) -> dict[str, Any]:
+    """`replay_ms`, `replay_device_ms` and `replay_device_busy` (`DEFINITION`).
+
+    Args:
+        engine: whose steps.
+        handles: prefilled sequences, to be released afterwards.
+        samples: of each figure.
+        clock: the host's.
+        trace: device activities of a call.
+
+    Raises:
+        ValueError: no room for a single step.
+        RuntimeError: the profiler saw nothing.
+    """
+    run, steps = chain(engine, handles)
+    host, device, busy = [], [], []
+    for turn in range(samples + 2):  # the first two compile, for inputs of host and of device
+        begin = clock()
+        run(steps)
         if turn >= 2:
-            found.append((clock() - begin) / steps * 1e3)
-    return found
+            host.append((clock() - begin) / steps * 1e3)
+    traced = min(steps, MOST_TRACED)
+    for _ in range(samples):
+        seen = trace(lambda: run(traced))
+        span = span_us(seen)
+        device.append(span / traced / 1e3)
+        busy.append(busy_us(seen) / span)
+    return {
+        "replay_ms": median_figure(host, "ms"),
+        "replay_device_ms": median_figure(device, "ms"),
+        "replay_device_busy": median_figure(busy, "share"),
+    }

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from bench import decode
+from bench import decode, replay
 from bench.__main__ import main
+from bench.activities import Activity
 from bench.decode import measure, prompts_of, ratios
 from bench.engine_options import DecodeOptions, require_decode
 from bench.engine_setup import plans_of
@@ -109,6 +110,30 @@ def test_a_ratio_has_the_spread_of_its_runs():
     assert ratios(figures, ("auto",)) == {}
 
 
+def test_replays_are_timed_by_both_clocks(monkeypatch):
+    """Four steps at most: 10 ms each by the host; two activities within 6 ms each on the device."""
+    now, ran = [0.0], []
+
+    def run(steps):
+        ran.append(steps)
+        now[0] += 0.010 * steps
+
+    def trace(call):
+        call()
+        return [
+            Activity("k", "", 6000.0 * i + begin, 1500.0, "")
+            for i in range(ran[-1])
+            for begin in (0.0, 4500.0)
+        ]
+
+    monkeypatch.setattr(replay, "chain", lambda engine, handles: (run, 4))
+    found = replay.replay_figures(None, [], 2, lambda: now[0], trace)
+    assert found["replay_ms"]["value"] == pytest.approx(10.0)
+    assert found["replay_device_ms"] == {"value": 6.0, "unit": "ms", "samples": [6.0, 6.0]}
+    assert found["replay_device_busy"]["value"] == 0.5
+    assert ran == [4] * 6
+
+
 def test_a_small_run_with_forced_acceptance(tmp_path, capsys, quick_compile):
     out = tmp_path / "decode.json"
     command = "decode --preset tiny --drafts 2 --accept-length 2 --osl 13 --batch 2 --runs 2"
@@ -123,7 +148,11 @@ def test_a_small_run_with_forced_acceptance(tmp_path, capsys, quick_compile):
     assert figures["steps"]["value"] == 2 * 6
     assert figures["steps_timed"]["value"] == 2 * 5
     assert len(figures["step_ms"]["samples"]) == 2
-    assert len(figures["replay_ms"]["samples"]) == 2
+    for name in ("replay_ms", "replay_device_ms", "replay_device_busy"):
+        assert len(figures[name]["samples"]) == 2
+    assert 0 < figures["replay_device_busy"]["value"] <= 1
+    ratio = figures["step_ms"]["value"] / figures["replay_device_ms"]["value"]
+    assert abs(figures["host_over_device"]["value"] / ratio - 1) < 1e-3
     assert found["conditions"]["plans"]["auto"]
     printed = capsys.readouterr().out
     assert "step_ms: wall time between the ends" in printed

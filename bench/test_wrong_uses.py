@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import jax
 import pytest
 
+from bench import commit_forms, loader_memory, loader_ranks
 from bench.__main__ import main
 from parity.wrong_uses import Wrong, make_workspace, problems
 
+ROOT = Path(__file__).parents[1]
 HELP = "has all options"
 SPECIALIZED = "latency_specialized"
 ALL = (
@@ -87,3 +93,20 @@ def test_bench(wrong, workspace, monkeypatch, capsys):
     monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.5")  # commands change it
     monkeypatch.delenv("SLURM_STEP_NODELIST", raising=False)
     assert not problems(main, wrong, capsys, workspace)
+
+
+@pytest.mark.parametrize("module", [commit_forms, loader_memory, loader_ranks])
+def test_modules_of_their_own_refuse_before_the_work(module, workspace, monkeypatch):
+    monkeypatch.chdir(workspace)
+    with pytest.raises(ValueError, match="full is a directory, expected the name of a file"):
+        module.main(["--json", "full"])
+    if module is not commit_forms:
+        with pytest.raises(ValueError, match="not a directory"):
+            module.main(["nowhere"])
+
+
+def test_a_refusal_of_a_module_is_a_message(workspace):
+    command = [sys.executable, "-m", "bench.loader_ranks", "--scratch", "nowhere"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.startswith("python -m bench.loader_ranks: --scratch nowhere: expected a dir")

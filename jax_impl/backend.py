@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from jax_impl.config import ModelConfig, RunConfig
+from jax_impl.plan import Plan
 from jax_impl.stages import limits, specialized, standard
 
 Stage = Callable[..., Any]
@@ -46,6 +47,11 @@ LATENCY_SPECIALIZED = Backend(
 
 class BackendUnavailableError(ValueError):
     """An explicitly requested backend that cannot run here; lists every reason."""
+
+
+def planned(plan: Plan, run: RunConfig, backend: Backend) -> Backend:
+    """The stage table of a step: `backend`, which `run` asks for, or `auto` where the plan says."""
+    return backend if plan.backend == run.decode_backend else AUTO
 
 
 def choose_backend(run: RunConfig, config: ModelConfig | None = None, ranks: int = 1) -> Backend:

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from jax_impl.backend import AUTO, Backend
+from jax_impl.backend import AUTO, Backend, planned
 from jax_impl.cache import Cache, StepInputs, StepOutputs
 from jax_impl.config import ModelConfig, RunConfig
 from jax_impl.draft_config import DraftConfig
@@ -247,7 +247,7 @@ class Engine:
         """The step gate: the stage table for a step, counted with its reason."""
         plan = choose(self.static.run, StepShape(kind, *inputs.tokens.shape))
         self.plans[plan] = self.plans.get(plan, 0) + 1
-        return self.backend if plan.backend == self.static.run.decode_backend else AUTO
+        return planned(plan, self.static.run, self.backend)
 
     def _advance(self, inputs: StepInputs) -> StepOutputs:
         """Run known tokens [B, T] through the model."""

@@ -11,7 +11,7 @@ from pathlib import Path
 
 # what tells a folder of input: released and prepared checkpoints, recordings
 OF_INPUTS = (
-    "model.safetensors.index.json", "model.safetensors", "conversion.json", "golden.json",
+    "model.safetensors.index.json", "model.safetensors", "conversion.json", "golden.safetensors",
 )  # fmt: skip
 OUTSIDE = "expected a place outside of checkpoints and recordings"
 KINDS = (".json", ".safetensors")  # files of a checkpoint

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import platform
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib import metadata
@@ -23,13 +24,14 @@ from jax_impl import selftest_stages as stages
 from jax_impl.backend import AUTO, STAGES, Backend, choose_backend
 from jax_impl.cache import PAD, Cache, StepInputs
 from jax_impl.collectives import Ranks
+from jax_impl.compiling import compile_all, default_workers
 from jax_impl.config import ConfigError, ModelConfig
 from jax_impl.draft_config import MAX_DRAFTS
 from jax_impl.output import json_number
 from jax_impl.params import Weights
 from jax_impl.plan import MAX_ROWS
 from jax_impl.problems import listed, seed_problems
-from jax_impl.progress import count_bar, note
+from jax_impl.progress import note
 from jax_impl.random_step import (
     Case,
     cases,
@@ -85,19 +87,26 @@ def run_selftest(o: SelftestOptions, backend: Backend | None = None) -> dict[str
     replays: list[dict[str, Any]] = []
     where: dict[str, Any] = {}
     planned = [_planned(o, config, tp, asked, backend) for tp in o.tp]  # or refused, all of them
+    begun, compiling = time.perf_counter(), 0.0
     for tp, (static, found) in zip(o.tp, planned, strict=True):
         note(f"selftest: TP{tp}, random weights")
         made = _made(o, static, found)
-        where = where or runs_where(made, asked[0], o)
-        with count_bar(f"TP{tp}", len(asked) + 1) as progress:
-            for done, case in enumerate(asked, start=1):
-                comparisons += _compare(made, case, o)
-                progress(done)
-            replays.append({"tp": tp} | replay(made, o))
-            progress(len(asked) + 1)
+        every = changing_batches(made, o)
+        compared = dict(_comparisons(made, asked, o))
+        replayed = _replay_programs(made, every)
+        jobs = [(key, p.lower) for key, p in [*compared.items(), *replayed.items()]]
+        begin = time.perf_counter()
+        compiled = compile_all(jobs, default_workers(), f"selftest: TP{tp}, compiling")
+        compiling += time.perf_counter() - begin
+        for (case, layer), program in compared.items():
+            distances = compiled[case, layer](*program.args)
+            comparisons += _judged(made, case, layer, distances)
+        replays.append({"tp": tp} | replay(made, every, *(compiled[key] for key in replayed)))
+        where = where or runs_where(made.backend, replayed["one step"])
+    took = {"compilation": compiling, "all else": time.perf_counter() - begun - compiling}
     passed = all(c["passed"] for c in [*comparisons, *replays])
     return {
-        "conditions": _conditions(o),
+        "conditions": _conditions(o) | {"seconds": {k: round(v, 1) for k, v in took.items()}},
         "runs_where": where,
         "comparisons": comparisons,
         "replays": replays,
@@ -143,21 +152,36 @@ def _made(o: SelftestOptions, static: Static, backend: Backend) -> Share:
     return Share(static, backend, weights, cache)
 
 
-def _compare(made: Share, case: Case, o: SelftestOptions) -> Iterator[dict[str, Any]]:
-    """Every stage of every kind of layer, and of the head."""
-    static, backend = made.static, made.backend
-    inputs, _ = make_inputs(static.config, static.run, case, o.context, 1, o.seed)
-    stream = random_stream(static, case, o.seed)
-    for kind, layer in LAYERS.items():
-        run = stages.layer_stages(static, backend, layer, case.verifies)
-        yield from _judged(made, case, kind, run(made.weights, made.cache, inputs, *stream))
-    run = stages.head_stages(static, backend)
-    yield from _judged(made, case, "head", run(made.weights, *stream))
+@dataclass(frozen=True)
+class Program:
+    """A jitted function and what it is called with."""
+
+    function: Any
+    args: tuple[Any, ...]
+
+    def lower(self) -> Any:
+        """For compilation."""
+        return self.function.lower(*self.args)
+
+
+def _comparisons(
+    made: Share, asked: list[Case], o: SelftestOptions
+) -> Iterator[tuple[tuple[Case, str], Program]]:
+    """Every stage of every kind of layer, and of the head, in every case."""
+    static, backend, weights = made.static, made.backend, made.weights
+    for case in asked:
+        inputs, _ = make_inputs(static.config, static.run, case, o.context, 1, o.seed)
+        stream = random_stream(static, case, o.seed)
+        for kind, layer in LAYERS.items():
+            run = stages.layer_stages(static, backend, layer, case.verifies)
+            yield (case, kind), Program(run, (weights, made.cache, inputs, *stream))
+        yield (case, "head"), Program(stages.head_stages(static, backend), (weights, *stream))
 
 
 def _judged(
     made: Share, case: Case, layer: str, found: stages.Distances
 ) -> Iterator[dict[str, Any]]:
+    """Each distance with its limit and whether it is within."""
     for name, distance in jax.device_get(found).items():
         mine, auto = float(distance.backend), float(distance.auto)
         limit = stages.most(name, auto, made.static.run.fp8)
@@ -187,16 +211,27 @@ def changing_batches(made: Share, o: SelftestOptions) -> StepInputs:
     )
 
 
-def replay(made: Share, o: SelftestOptions) -> dict[str, Any]:
+def _inputs_of(every: StepInputs, i: Any) -> StepInputs:
+    return jax.tree.map(lambda a: a[i], every)
+
+
+def _replay_programs(made: Share, every: StepInputs) -> dict[str, Program]:
+    """One step, and all steps as one program."""
+    held, step = (made.weights, made.cache), build_step(made.static, made.backend, "last")
+    return {
+        "one step": Program(step, (*held, _inputs_of(every, 0))),
+        "captured": Program(_captured(made.static, made.backend), (*held, every)),
+    }
+
+
+def replay(made: Share, every: StepInputs, one: Any, captured: Any) -> dict[str, Any]:
     """Steps one by one and as one program: the same tokens and the same bits of every cache?"""
-    static, backend, weights = made.static, made.backend, made.weights
-    every = changing_batches(made, o)
-    one = build_step(static, backend, "last")
+    weights = made.weights
     cache, tokens = _copy(made.cache), []
     for i in range(STEPS):
-        cache, outputs, _ = one(weights, cache, jax.tree.map(lambda a, i=i: a[i], every))
+        cache, outputs, _ = one(weights, cache, _inputs_of(every, i))
         tokens.append(outputs.token)
-    after, together = _captured(static, backend)(weights, _copy(made.cache), every)
+    after, together = captured(weights, _copy(made.cache), every)
     want = np.stack(jax.device_get(tokens))
     changed = _changed(cache, after)
     same = bool(np.array_equal(want, np.asarray(together)))
@@ -214,8 +249,7 @@ def _captured(static: Static, backend: Backend) -> Callable[..., tuple[Cache, ja
     def run(weights: Weights, cache: Cache, every: StepInputs) -> tuple[Cache, jax.Array]:
         def body(i: Any, carry: tuple[Cache, jax.Array]) -> tuple[Cache, jax.Array]:
             cache, tokens = carry
-            inputs = jax.tree.map(lambda a: a[i], every)
-            cache, outputs, _ = step(static, backend, "last", weights, cache, inputs)
+            cache, outputs, _ = step(static, backend, "last", weights, cache, _inputs_of(every, i))
             return cache, tokens.at[i].set(outputs.token)
 
         start = jnp.zeros(every.tokens.shape[:2], jnp.int32)
@@ -244,14 +278,12 @@ def _equal_bits(a: jax.Array, b: jax.Array) -> jax.Array:
     return jnp.all(lax.bitcast_convert_type(a, kind) == lax.bitcast_convert_type(b, kind))
 
 
-def runs_where(made: Share, case: Case, o: SelftestOptions) -> dict[str, str]:
-    """Per stage: the standard function, or a function of its own and the kernels of a step."""
-    inputs, _ = make_inputs(made.static.config, made.static.run, case, o.context, 1, o.seed)
-    one = build_step(made.static, made.backend, "last")
-    traced = one.trace(made.weights, made.cache, inputs).jaxpr.jaxpr  # type: ignore[attr-defined]
+def runs_where(backend: Backend, one: Program) -> dict[str, str]:
+    """Per stage: the standard function, or a function of its own and the kernels of one step."""
+    traced = one.function.trace(*one.args).jaxpr.jaxpr
     found = {
         name: "standard function"
-        if getattr(made.backend, name) is getattr(AUTO, name)
+        if getattr(backend, name) is getattr(AUTO, name)
         else "specialised"
         for name in STAGES
     }

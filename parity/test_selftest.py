@@ -191,7 +191,7 @@ def test_a_replay_that_reads_another_batch_fails(monkeypatch):
             slots = jnp.broadcast_to(every.slot[:1], every.slot.shape)
             return captured(static, backend)(weights, cache, every.replace(slot=slots))
 
-        return run
+        return jax.jit(run)
 
     monkeypatch.setattr(selftest, "_captured", stale)
     found = selftest.run_selftest(SMALL)
