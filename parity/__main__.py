@@ -13,13 +13,14 @@ import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import tyro
 
 from jax_impl.output import SHOWN, Out, called, run_command
 from jax_impl.processes import ONE_PROCESS, ProcessOptions, is_first, launch
 
+Backend = Literal["auto", "latency_specialized"]
 Named = Annotated[Path | None, tyro.conf.arg(name="checkpoint", aliases=["--ckpt"])]
 
 
@@ -60,6 +61,8 @@ class Golden:
     """Drafter of such a record."""
     tp: int = 1
     """Ranks over which this code runs such a checkpoint, in this process."""
+    backend: Backend = "auto"
+    """Whose steps feed such a record's tokens; latency_specialized needs a GPU."""
     report: Path | None = None
     """Directory for index.html and parity.json."""
     output: Out = SHOWN
@@ -79,6 +82,8 @@ class Compare:
     """A file with ids, or the ids themselves (separated by commas or blanks); default: random."""
     steps: int = 16
     """Greedy tokens after the prompt."""
+    backend: Backend = "auto"
+    """latency_specialized: single tokens only, by the kernels of a GPU (layers: `k3 selftest`)."""
     report: Path | None = None
     """Directory for index.html and parity.json."""
     output: Out = SHOWN

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,16 @@ class BadInput(ValueError):
     """What the user asked for cannot be tried: found, expected, what to do."""
 
 
+@dataclass(frozen=True)
+class Served:
+    """How a served record is compared, see `golden_vllm.check_vllm`."""
+
+    checkpoint: Path | None = None
+    draft: Path | None = None
+    tp: int = 1
+    backend: str = "auto"
+
+
 def execute(command: Any) -> list[Verdict]:
     """Runs a parsed command of `parity.__main__`.
 
@@ -31,10 +42,10 @@ def execute(command: Any) -> list[Verdict]:
     if kind == "Run":
         return run(command.suite, command.tp, command.case)
     if kind == "Golden":
-        return golden(command.dirs, command.ckpt, command.draft, command.tp)
+        return golden(command.dirs, command.ckpt, command.draft, command.tp, command.backend)
     if kind == "Serve":
         return serve(command)
-    return compare(command.ckpt, command.prompt_ids, command.steps)
+    return compare(command.ckpt, command.prompt_ids, command.steps, command.backend)
 
 
 def run(suite: str, tp: int | None = None, case: str | None = None) -> list[Verdict]:
@@ -141,11 +152,15 @@ def _rank_problems(tp: int) -> list[str]:
 
 
 def golden(
-    directories: Iterable[Path], ckpt: Path | None = None, draft: Path | None = None, tp: int = 1
+    directories: Iterable[Path],
+    ckpt: Path | None = None,
+    draft: Path | None = None,
+    tp: int = 1,
+    backend: str = "auto",
 ) -> list[Verdict]:
     """Any recorded folders, judged by their kind.
 
-    `ckpt`, `draft` and `tp` are for served records, see `golden_vllm.check_vllm`.
+    All but the folders are for served records, see `golden_vllm.check_vllm`.
     """
     folders: list[Folder] = []
     problems: list[str] = []
@@ -169,9 +184,16 @@ def golden(
             "--checkpoint, --draft, --tp: found without a record of an engine, expected one among "
             "the folders; leave them out"
         )
+    if backend != "auto" and (other := [f.name for f in folders if f.kind != "vllm"]):
+        raise BadInput(
+            f"--backend {backend}: found {', '.join(other)}, expected records of an engine only, "
+            "for the others record what every layer gives in float32 too; leave them out, and see "
+            "`parity compare --backend` and `k3 selftest`"
+        )
+    served = Served(ckpt, draft, tp, backend)
     found: list[Verdict] = []
     for folder in folders:
-        found += _progress(folder.name, _survived(folder, ckpt, draft, tp))
+        found += _progress(folder.name, _survived(folder, served))
     return found
 
 
@@ -206,12 +228,10 @@ def _damage(folder: Folder) -> list[str]:
     return found
 
 
-def _survived(
-    folder: Folder, ckpt: Path | None = None, draft: Path | None = None, tp: int = 1
-) -> Iterator[Verdict]:
+def _survived(folder: Folder, served: Served = Served()) -> Iterator[Verdict]:
     """`check_folder`, in which an error ends this folder only and is a verdict of its own."""
     try:
-        yield from check_folder(folder, ckpt, draft, tp)
+        yield from check_folder(folder, served)
     except (KeyError, ValueError, IndexError, TypeError) as error:
         where = Where(folder.kind, folder.name, "-")
         yield not_run(
@@ -223,10 +243,8 @@ def _survived(
         )
 
 
-def check_folder(
-    folder: Folder, ckpt: Path | None = None, draft: Path | None = None, tp: int = 1
-) -> Iterator[Verdict]:
-    """All comparisons for a folder of any kind; `ckpt`, `draft` and `tp` as in `golden`.
+def check_folder(folder: Folder, served: Served) -> Iterator[Verdict]:
+    """All comparisons for a folder of any kind.
 
     Raises:
         BadInput: its checkpoint cannot be loaded.
@@ -251,28 +269,32 @@ def check_folder(
 
         yield from check_dspark(folder)
     elif folder.kind == "vllm":
+        from jax_impl.backend import BackendUnavailableError
         from jax_impl.checkpoint import CheckpointError
         from jax_impl.config import ConfigError
         from parity.golden_vllm import check_vllm
 
         try:
-            yield from check_vllm(folder, checkpoint=ckpt, draft=draft, tp=tp)
-        except (CheckpointError, ConfigError) as error:
+            yield from check_vllm(folder, **asdict(served))
+        except (CheckpointError, ConfigError, BackendUnavailableError) as error:
             raise BadInput(str(error)) from None
     else:
         where = Where(folder.kind, folder.name, "-")
         yield not_run(where, "all", f"comparison of kind {folder.kind!r} is not implemented")
 
 
-def compare(checkpoint: Path, prompt_ids: str | None, steps: int) -> list[Verdict]:
+def compare(
+    checkpoint: Path, prompt_ids: str | None, steps: int, backend: str = "auto"
+) -> list[Verdict]:
     """JAX against PyTorch on one checkpoint."""
+    from jax_impl.backend import BackendUnavailableError
     from jax_impl.checkpoint import CheckpointError
     from jax_impl.config import ConfigError
     from parity.pair import PromptError, check_pair
 
     try:
-        return _progress(checkpoint.name, check_pair(checkpoint, prompt_ids, steps))
-    except (CheckpointError, ConfigError, PromptError) as error:
+        return _progress(checkpoint.name, check_pair(checkpoint, prompt_ids, steps, backend))
+    except (CheckpointError, ConfigError, PromptError, BackendUnavailableError) as error:
         raise BadInput(str(error)) from None
 
 

@@ -16,11 +16,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_impl.backend import AUTO, Backend, choose_backend, planned
 from jax_impl.cache import PAD, Cache, StepInputs
 from jax_impl.checkpoint import Checkpoint
 from jax_impl.config import ModelConfig, RunConfig
 from jax_impl.generate import load_with_progress
 from jax_impl.params import Weights
+from jax_impl.plan import StepShape, choose
 from jax_impl.sharding import (
     ONE_DEVICE,
     Placement,
@@ -36,6 +38,8 @@ ROWS = 2  # sequences in a batched step
 WINDOW = 7  # tokens of a windowed step; no divisor of a page
 PAGE = 8
 SLOTS = 5
+
+KERNEL_RUNS = (("bfloat16", "V"),)  # (dtype, profile): kernels round, and in this way only
 
 Arrays = dict[str, np.ndarray]
 
@@ -70,6 +74,7 @@ class Driver:
     run: RunConfig
     longest: int
     placement: Placement = ONE_DEVICE
+    backend: Backend = AUTO  # of single tokens; longer steps are `auto`'s
 
     @classmethod
     def open(
@@ -87,19 +92,21 @@ class Driver:
         Raises:
             ConfigError, CheckpointError: the directory is no usable checkpoint, or cannot be cut
                 over so many ranks, or there are fewer devices.
+            BackendUnavailableError: `decode_backend` in `settings` cannot run here.
         """
         pages = -(-longest // PAGE) * (ROWS + 1) + 1
         run = RunConfig(
             compute=compute, profile=profile, slots=SLOTS, pages=pages, page_size=PAGE, **settings
         )  # type: ignore[arg-type]
-        if tp == 1:
+        if tp == 1 and run.decode_backend == "auto":
             config, weights = load(Path(path).resolve())
             return cls(config, weights, run, longest)
         checkpoint = Checkpoint.open(path)
         require_ranks(checkpoint.config, run, tp)
+        backend = choose_backend(run, checkpoint.config, tp)
         placement = place_ranks(tp, run)
-        weights = load_with_progress(checkpoint, placement=placement)
-        return cls(checkpoint.config, weights, run, longest, placement)
+        weights = load_with_progress(checkpoint, run, placement)
+        return cls(checkpoint.config, weights, run, longest, placement, backend)
 
     @property
     def static(self) -> Static:
@@ -139,8 +146,14 @@ class Session:
         """A poisoned cache; `seed` scatters the pages, `step` replaces the built one."""
         self.driver, self.cache = driver, driver.poisoned()
         self._free = list(np.random.default_rng(seed).permutation(driver.run.pages))
-        self._step = step or build_step(driver.static, rows="all", mesh=driver.placement.mesh)
+        self._given = step
         self.unequal: list[str] = []  # what should have been equal on all ranks and was not
+
+    def _built(self, rows: int, width: int) -> Step:
+        driver, kind = self.driver, "decode" if width == 1 else "prefill"
+        plan = choose(driver.run, StepShape(kind, rows, width))
+        backend = planned(plan, driver.run, driver.backend)
+        return build_step(driver.static, backend, "all", driver.placement.mesh)
 
     def sequence(self, slot: int) -> Sequence:
         """A new sequence in `slot`, with pages for `longest` tokens."""
@@ -154,7 +167,8 @@ class Session:
         None stands for a pad row. `width` and the number of rows decide what is compiled.
         """
         inputs = step_inputs(rows, width, self.driver.pages)
-        self.cache, out, _ = self._step(self.driver.weights, self.cache, inputs)
+        step = self._given or self._built(len(rows), width)
+        self.cache, out, _ = step(self.driver.weights, self.cache, inputs)
         if self.driver.placement.mesh is not None:
             self.unequal += unequal_replicas((self.cache, out))
         logits, tokens = host(out.logits).astype(np.float64), np.asarray(out.token)

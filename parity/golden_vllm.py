@@ -23,9 +23,12 @@ from pathlib import Path
 
 import numpy as np
 
+from jax_impl.backend import AUTO, choose_backend
+from jax_impl.checkpoint import Checkpoint
+from jax_impl.config import RunConfig
 from jax_impl.step import Step
 from parity import engine_rules as rules
-from parity.driver import Driver, Session
+from parity.driver import KERNEL_RUNS, Driver, Session
 from parity.engine_steps import (
     check_steps,
     comparable,
@@ -54,9 +57,11 @@ def check_vllm(
     checkpoint: Path | None = None,
     draft: Path | None = None,
     tp: int = 1,
+    backend: str = "auto",
 ) -> Iterator[Verdict]:
     """Compares a folder under the given (dtype, profile) runs, on `tp` ranks.
 
+    With another `backend` a text's tokens are fed one at a time, to its kernels, in profile V.
     `checkpoint` and `draft` stand for what the record names by a fingerprint; a checkpoint named
     by preset and seed is made first.
     """
@@ -64,7 +69,7 @@ def check_vllm(
     try:
         record = parse(folder.meta, folder.tensors, str(folder.path))
         with models_of(record, checkpoint, draft) as (target, drafter):
-            yield from check_record(where, record, target, drafter, runs, tp)
+            yield from check_record(where, record, target, drafter, runs, tp, backend)
     except (RecordError, Unavailable) as error:
         yield not_run(where, "all", str(error))
 
@@ -109,23 +114,31 @@ def check_record(
     draft: Path | None,
     runs: tuple[tuple[str, str], ...] = RUNS,
     tp: int = 1,
+    backend: str = "auto",
 ) -> Iterator[Verdict]:
     """All comparisons of a record: this code on `tp` ranks and, in float32, `torch_ref`.
 
     Raises:
         ConfigError: target or drafter cannot be cut over so many ranks, or there are fewer devices;
             before anything is computed.
+        BackendUnavailableError: the backend cannot run here, likewise.
     """
+    kernels = backend != "auto"
+    longest = max(len(t.fed) for t in record.texts)
+    runs = KERNEL_RUNS if kernels else runs
+    if kernels:
+        choose_backend(RunConfig(decode_backend=backend), Checkpoint.open(target).config, tp)
     if tp > 1:
         counted = any(t.accepted is not None for t in record.texts)
         _require_ranks(target, draft if counted else None, tp)
     truths = torch_truths(target, list(record.texts), lambda t: t.distribution is not None)
     noise = measure(list({id(t): t for t in truths.values()}.values()))  # equal texts once
-    longest = max(len(t.fed) for t in record.texts)
     for side, dtype, profile in [*(("jax", *run) for run in runs), ("torch", "float32", "V")]:
-        at = where.at(dtype=dtype, profile=profile, ours=side)
+        name = f"jax {backend}" if kernels and side == "jax" else side
+        at = where.at(dtype=dtype, profile=profile, ours=name)
         if side == "jax":
-            own = forced(Driver.open(target, dtype, profile, longest, tp=tp), record)
+            driver = Driver.open(target, dtype, profile, longest, tp=tp, decode_backend=backend)
+            own = forced(driver, record)
         else:
             own = {key: truth.logits for key, truth in truths.items()}
         yield from judge_logits(at, record, own, truths, noise)
@@ -133,8 +146,6 @@ def check_record(
 
 
 def _require_ranks(target: Path, draft: Path | None, tp: int) -> None:
-    from jax_impl.checkpoint import Checkpoint
-    from jax_impl.config import RunConfig
     from jax_impl.draft_weights import open_draft
     from jax_impl.sharding import place_ranks, require_ranks
 
@@ -165,6 +176,7 @@ def forced(driver: Driver, record: Record, step: Step | None = None) -> Own:
     """Logits [T, V] of every text: its prompt in one step, the rest in another.
 
     All steps have one width, so that all texts share one program; `step` replaces the built one.
+    Kernels get the rest token by token.
     """
     found: Own = {}
     known: dict[tuple[bytes, int], np.ndarray] = {}
@@ -173,9 +185,13 @@ def forced(driver: Driver, record: Record, step: Step | None = None) -> Own:
         if key not in known:
             session = Session(driver, step=step)
             sequence = session.sequence(slot=2)
-            for ids in (text.prompt, text.ids[:-1]):
+            rest, whole = text.ids[:-1], driver.longest
+            steps = [(text.prompt, whole), (rest, whole)]
+            if driver.backend is not AUTO:
+                steps[1:] = [(rest[i : i + 1], 1) for i in range(len(rest))]
+            for ids, width in steps:
                 if len(ids):
-                    session.step([(sequence, ids)], driver.longest)
+                    session.step([(sequence, ids)], width)
             known[key] = sequence.rows()
         found[text.key] = known[key]
     return found

@@ -14,11 +14,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from jax_impl.backend import AUTO, choose_backend
 from jax_impl.checkpoint import Checkpoint, CheckpointError
-from jax_impl.config import ConfigError
+from jax_impl.config import ConfigError, RunConfig
 from jax_impl.ids import parse_ids
 from parity import metrics
-from parity.driver import ROWS, Arrays, Driver, Session
+from parity.driver import KERNEL_RUNS, ROWS, Arrays, Driver, Session
 from parity.layerwise import Built, build_layer, inject
 from parity.op_torch import DTYPES
 from parity.tolerances import tolerance
@@ -59,7 +60,7 @@ def prompt(text: str | None, vocabulary: int | None) -> np.ndarray:
     return ids
 
 
-def _require(checkpoint: Path, prompt_ids: str | None, steps: int) -> np.ndarray:
+def _require(checkpoint: Path, prompt_ids: str | None, steps: int, backend: str) -> np.ndarray:
     """The prompt, if checkpoint, prompt and continuation can be run; else everything wrong."""
     problems, config = [], None
     try:
@@ -82,23 +83,29 @@ def _require(checkpoint: Path, prompt_ids: str | None, steps: int) -> np.ndarray
         )
     if problems:
         raise PromptError("\n".join(problems))
+    choose_backend(RunConfig(decode_backend=backend), config)
     return ids
 
 
-def check_pair(checkpoint: Path, prompt_ids: str | None, steps: int) -> Iterator[Verdict]:
-    """All comparisons on one checkpoint.
+def check_pair(
+    checkpoint: Path, prompt_ids: str | None, steps: int, backend: str = "auto"
+) -> Iterator[Verdict]:
+    """All comparisons on one checkpoint; of another `backend` those of single tokens.
 
     Raises:
         PromptError: see `prompt`, or the directory is no usable checkpoint; says all.
+        BackendUnavailableError: the backend cannot run here.
     """
-    ids = _require(checkpoint, prompt_ids, steps)  # before anything is loaded
+    ids = _require(checkpoint, prompt_ids, steps, backend)  # before anything is loaded
+    kernels = backend != "auto"
     model = Model.load(checkpoint, Numerics(torch.float32, "H"))
     continuation, _ = greedy(model, torch.from_numpy(ids), steps)
     ids = np.concatenate([ids, continuation.numpy()])
-    for dtype, profile in RUNS:
+    for dtype, profile in KERNEL_RUNS if kernels else RUNS:
         where = Where("compare", checkpoint.name, "-", dtype, profile, AGAINST)
+        where = where.at(ours=f"jax {backend}") if kernels else where
         model = Model.load(checkpoint, Numerics(DTYPES[dtype], profile))
-        driver = Driver.open(checkpoint, dtype, profile, len(ids))
+        driver = Driver.open(checkpoint, dtype, profile, len(ids), decode_backend=backend)
         yield from _run(where, driver, model, ids, len(ids) - steps)
 
 
@@ -106,14 +113,17 @@ def _run(
     where: Where, driver: Driver, model: Model, ids: np.ndarray, prompt_length: int
 ) -> Iterator[Verdict]:
     want, record = reference(model, ids)
-    got, _, _, _ = driver.whole(ids)
-    yield from check_logits(where.at(case="whole"), got, want, prompt_length)
+    whole = driver.backend is AUTO
+    if whole:
+        got, _, _, _ = driver.whole(ids)
+        yield from check_logits(where.at(case="whole"), got, want, prompt_length)
     session = Session(driver)
     sequence = session.sequence(slot=3)
     for token in ids:
         session.step([None] * (ROWS - 1) + [(sequence, np.array([token]))], 1)
     yield from check_logits(where.at(case="stepwise"), sequence.rows(), want, prompt_length)
-    yield from check_layers(where, driver, model, ids, record)
+    if whole:
+        yield from check_layers(where, driver, model, ids, record)
 
 
 def check_logits(where: Where, got: np.ndarray, want: np.ndarray, start: int) -> Iterator[Verdict]:

@@ -54,12 +54,19 @@ def document(verdicts: list[Verdict], command: list[str]) -> dict[str, Any]:
             "schema": SCHEMA,
             "utc": dt.datetime.now(dt.UTC).isoformat(timespec="seconds"),
             "command": command,
+            "device": _device(),
             "software": {"python": sys.version.split()[0]} | {p: _version(p) for p in packages},
             "passed": good(verdicts),
             "counts": summary(verdicts),
             "verdicts": [v.as_dict() for v in verdicts],
         }
     )
+
+
+def _device() -> str | None:
+    """Where our side ran: the kind of JAX's first device."""
+    jax = sys.modules.get("jax")
+    return None if jax is None else jax.devices()[0].device_kind
 
 
 def _version(package: str) -> str | None:

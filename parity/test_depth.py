@@ -77,7 +77,10 @@ def deep(tmp_path_factory) -> Path:
     return directory / "target"
 
 
-@pytest.mark.parametrize(("dtype", "profile"), [("float32", "H"), ("bfloat16", "V")])
+@pytest.mark.parametrize(
+    ("dtype", "profile"),
+    [("float32", "H"), pytest.param("bfloat16", "V", marks=pytest.mark.slow)],  # twice the time
+)
 def test_93_layers_one_by_one_from_one_compiled_layer_per_kind(deep, dtype, profile):
     build_layer.cache_clear()
     verdicts = layer_verdicts(deep, dtype, profile, tokens=5)

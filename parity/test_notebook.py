@@ -140,7 +140,7 @@ def test_verification_keeps_what_plain_decoding_gives(session, first):
         state = found.state
 
 
-@pytest.mark.parametrize("drafts", [2, 5])
+@pytest.mark.parametrize("drafts", [2, pytest.param(5, marks=pytest.mark.slow)])
 def test_speculation_is_that_of_the_engine(session, first, drafts):
     config, weights = session.draft
     run = dataclasses.replace(session.run, slots=2)

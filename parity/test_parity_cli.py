@@ -5,11 +5,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
+from jax_impl.backend import AUTO
+from parity import driver
 from parity.__main__ import main
 from parity.folders import read_tensors
 
@@ -254,3 +257,62 @@ def test_compare_passes_on_a_checkpoint(golden_dir, tmp_path, monkeypatch):
         (d, p) for d in ("float32", "bfloat16") for p in "HV"
     }
     assert (tmp_path / "index.html").read_text().count("data:image/png") == 3
+
+
+@pytest.fixture(scope="module")
+def packable(tmp_path_factory) -> Path:
+    """A KDA and an MLA layer whose experts can be packed as kernels have them."""
+    from jax_impl.make_tiny import make_checkpoint
+
+    directory = tmp_path_factory.mktemp("packable") / "made"
+    make_checkpoint(directory, "synthetic", 0, overrides={"num_hidden_layers": 2})
+    return directory / "target"
+
+
+def times(factor):
+    """The standard stages as a backend of their own whose experts' sum is `factor` times."""
+
+    def moe_out(*args):
+        return (AUTO.moe_out(*args) * factor).astype("bfloat16")
+
+    return AUTO._replace(moe_out=moe_out)
+
+
+def as_kernels(monkeypatch, module, backend):
+    """Where kernels would be chosen, `backend` is."""
+    for place in (driver, module):
+        monkeypatch.setattr(place, "choose_backend", lambda run, *_: backend)
+
+
+@pytest.mark.parametrize(
+    ("factor", "passed"), [(20.0, False), pytest.param(1.0, True, marks=pytest.mark.slow)]
+)
+def test_single_tokens_go_through_the_backend(packable, monkeypatch, factor, passed):
+    pair = pytest.importorskip("parity.pair")
+    as_kernels(monkeypatch, pair, times(factor))
+    found = list(pair.check_pair(packable, "3,1,4", 3, "latency_specialized"))
+    assert {(v.where.ours, v.where.dtype, v.where.profile) for v in found} == {
+        ("jax latency_specialized", "bfloat16", "V")
+    }
+    assert {v.where.case for v in found} == {"stepwise"}
+    assert all(v.status == "passed" for v in found) is passed
+
+
+@pytest.mark.slow
+def test_an_engines_text_is_fed_to_the_backend_behind_its_prompt(packable, monkeypatch):
+    golden_vllm = pytest.importorskip("parity.golden_vllm")
+    prompt, ids = np.array([3, 1, 4]), np.array([5, 9, 2])
+    text = SimpleNamespace(
+        prompt=prompt, ids=ids, fed=np.concatenate([prompt, ids[:-1]]), key=("case0", "greedy")
+    )
+    rows = []
+    for backend in (AUTO, times(1.0), times(20.0)):
+        as_kernels(monkeypatch, golden_vllm, backend)
+        settings = {} if backend is AUTO else {"decode_backend": "latency_specialized"}
+        opened = driver.Driver.open(packable, "bfloat16", "V", 5, **settings)
+        found = golden_vllm.forced(opened, SimpleNamespace(texts=[text]))
+        rows.append(found[text.key])
+    assert rows[0].shape == rows[1].shape == (5, rows[0].shape[1])
+    apart = [np.abs(x - rows[0]).max(axis=1) / np.abs(rows[0]).max() for x in rows[1:]]
+    assert apart[0].max() < 2e-2  # one width of a step or another: roundings fall elsewhere
+    assert apart[1][:3].max() < 2e-2 < apart[1][3:].min()

@@ -10,6 +10,7 @@ import pytest
 from jax_impl import cli
 from jax_impl import problems as system
 from parity import __main__ as parity_command
+from parity.commands import RECORDED
 from parity.wrong_uses import Wrong, lacking, make_workspace, plain, problems, status_of
 
 GEN = "generate tiny/target --prompt-ids 5"
@@ -162,6 +163,10 @@ PARITY = (
     Wrong("golden nowhere empty unknown", "unknown kind 'seance'", "Expected one of ops", "README"),
     Wrong("golden record", "format: found 2, expected 1", "device: missing, expected", "docs/rec"),
     Wrong("golden nowhere --tp 0", "--tp: found 0", "expected at least 1", "change it"),
+    Wrong("compare tiny/target --backend latency_specialized", "devices found: cpu",
+          "an NVIDIA GPU", "Use decode_backend 'auto'"),
+    Wrong(f"golden {RECORDED}/ops --backend latency_specialized", "found ops",
+          "records of an engine only", "leave them out", "compare --backend"),
     Wrong("golden nowhere --report file", "file is a file", "expected a directory", "choose"),
     Wrong("compare nowhere", "not a directory", "Expected a checkpoint directory", "config.json"),
     Wrong("compare nowhere --steps 0 --prompt-ids x", "nowhere: not a directory",
