@@ -1,4 +1,4 @@
-# Targets: venv demo test test-all lint docs links notebooks venv312 test312 venv-vllm test-vllm clean. `make` alone prints them.
+# Targets: venv demo test test-all lint docs links notebooks venv312 test312 test-aot venv-vllm test-vllm clean. `make` alone prints them.
 #
 # PYTHON       the interpreter of .venv, 3.11 or newer
 # TORCH_INDEX  an index with CPU builds of torch, where the default one has only CUDA builds:
@@ -20,11 +20,11 @@ JAX_ONLY_TESTS ?= $(addprefix bench/test_,roofline.py result.py timing.py decode
   projection.py compare.py ops.py) $(addprefix parity/,test_make_tiny.py test_config.py \
   test_checkpoint.py test_prepared.py test_memory.py test_router.py test_step.py test_engine.py \
   test_cli.py test_readme.py test_kernels_mxfp4.py test_kernels_skinny.py test_kernels_experts.py \
-  test_kernels_attn_res.py test_kernels_aot.py test_kernels_kda.py test_kernels_commit.py \
+  test_kernels_attn_res.py test_kernels_kda.py test_kernels_commit.py test_kernels_exchange.py \
   test_kernels_topk.py test_kernels_vocab.py test_kernels_mla.py test_specialized_trace.py \
   test_binding.py test_plan.py test_notebooks.py test_selftest.py)
 
-.PHONY: help venv demo test test-all lint docs links notebooks venv312 test312 venv-vllm test-vllm clean
+.PHONY: help venv demo test test-all lint docs links notebooks venv312 test312 test-aot venv-vllm test-vllm clean
 .DELETE_ON_ERROR:
 
 help:
@@ -37,6 +37,7 @@ help:
 	@echo "links     whether links of the documentation to other sites still lead somewhere (network)"
 	@echo "notebooks executed notebooks, to build/notebooks; write_a_kernel where a Python >= 3.12 is found"
 	@echo "test312   the JAX-only tests with the newest JAX, where a Python >= 3.12 is found"
+	@echo "test-aot  some kernels compiled for an H200 and a GB300, without either, in the same environment"
 	@echo "test-vllm names and objects of vLLM 0.33.0, in an environment of its own (9 GB, no GPU needed)"
 	@echo "clean     remove build/, docs/_build/ and caches, not the environments"
 
@@ -130,6 +131,18 @@ $(VENV312)/.stamp: pyproject.toml constraints/py312.txt
 test312: venv312
 	@if [ -e $(VENV312)/.stamp ]; then \
 	  $(VENV312)/bin/python -m pytest -n $(WORKERS) -m "$(NO_DEVICE) and not slow" $(PYTEST_ARGS) $(JAX_ONLY_TESTS); fi
+
+# In a folder of its own: a CUDA plugin among the packages would be loaded by every test.
+AOT := $(VENV312)/aot
+
+$(AOT)/.stamp: $(VENV312)/.stamp constraints/aot.txt
+	rm -rf $(AOT)
+	$(VENV312)/bin/python $(PIP_INSTALL) --no-deps --target $(AOT) -r constraints/aot.txt
+	@touch $@
+
+test-aot: venv312
+	@if [ -e $(VENV312)/.stamp ]; then $(MAKE) --no-print-directory $(AOT)/.stamp && \
+	  PYTHONPATH=$(AOT) $(VENV312)/bin/python -m pytest -n $(WORKERS) $(PYTEST_ARGS) parity/test_kernels_aot.py; fi
 
 # VLLM_PYTHON: the Python of an environment with vLLM; by default one is made.
 VENV_VLLM := .venvvllm

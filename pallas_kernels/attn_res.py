@@ -17,7 +17,9 @@ A row belongs to a cluster of CTAs side by side along D, one warpgroup each; a s
 and kept in registers. Their sums meet twice, for the scores and for the norm: every warp writes its
 own into the shared memory of all CTAs (see `cluster_sum.push`).
 
-The weights are [D] each, or with `layer` stacks [L, D] of which that row is meant.
+The weights are [D] each, or with `layer` stacks [L, D] of which that row is meant. A width that is
+no multiple of 256 is filled with zeros first and the results are cut again: copies, for small
+models.
 """
 
 from __future__ import annotations
@@ -72,12 +74,13 @@ def limits(
 ) -> list[str]:
     """Unmet conditions, each with what was found and what is expected."""
     n, d = prefix.shape
+    filled = common.round_up(d, SPANS[-1])
     out: list[str] = []
-    t = tuning or default_tuning(n, d)
+    t = tuning or default_tuning(n, filled)
     common.expect(out, "rows", n, f"1..{common.MAX_ROWS}", 1 <= n <= common.MAX_ROWS)
     common.expect(out, "parts", t.parts, f"1..{MAX_PARTS}", 1 <= t.parts <= MAX_PARTS)
     wanted = f"{t.parts} times one of {SPANS}"
-    common.expect(out, "width", d, wanted, d in [t.parts * span for span in SPANS])
+    common.expect(out, "width", d, wanted, filled in [t.parts * span for span in SPANS])
     ok = snapshots.ndim == 3 and snapshots.shape[0] == n and snapshots.shape[2] == d
     common.expect(out, "shape of snapshots", snapshots.shape, (n, "J", d), ok)
     if ok:
@@ -160,12 +163,18 @@ def attn_res(
     Raises:
         ValueError: `limits` are not met.
     """
-    n, d = prefix.shape
+    common.require(limits(prefix, snapshots, delta, shared=shared, tuning=tuning), "attn_res")
+    n, real = prefix.shape
+    missing = -real % SPANS[-1]
+    if missing:
+        prefix, snapshots, delta, shared, res_norm, res_proj, norm = (
+            None if a is None else jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, missing)])
+            for a in (prefix, snapshots, delta, shared, res_norm, res_proj, norm)
+        )
+    d = real + missing
     t = tuning or default_tuning(n, d)
-    reasons = limits(prefix, snapshots, delta, shared=shared, tuning=t)
-    common.require(reasons, "attn_res")
     two, stacked = shared is not None, layer is not None
-    form = _Form(n, d, eps, reset, snapshot, two, stacked, t, interpret)
+    form = _Form(n, d, real, eps, reset, snapshot, two, stacked, t, interpret)
     rows = jax.ShapeDtypeStruct((n, d), jnp.bfloat16)
     call = common.kernel(
         _body(form),
@@ -181,7 +190,8 @@ def attn_res(
     deltas = (delta,) if shared is None else (delta, shared)
     held = jax.new_ref(snapshots) if snapshot else snapshots
     x, new = call(prefix, held, common.layer_operand(count), *weights, *deltas)
-    return x, new, jax.freeze(held) if snapshot else snapshots
+    snapshots = jax.freeze(held) if snapshot else snapshots
+    return tuple(a[..., :real] for a in (x, new, snapshots)) if missing else (x, new, snapshots)
 
 
 def _cut(form: _Form, bank: int) -> dict[str, Any]:
@@ -208,6 +218,7 @@ class _Form:
 
     rows: int
     width: int
+    numbers: int  # of a row that count in its means: `width` but for zeros
     eps: float
     reset: bool
     snapshot: bool
@@ -269,14 +280,14 @@ def _one_row(form: _Form, row: Any, part: Any, inputs: Any, outputs: Any, scratc
         registers.store(snapshots.at[row, valid, mine], p, form.interpret)
     _meet(form, ready, 0)
     sums = cluster_sum.totals(score_parts, totals, form.interpret)
-    shares = _shares(sums, valid, form.width, form.eps)
+    shares = _shares(sums, valid, form.numbers, form.eps)
     mixed = sources[0].astype(f32) * _wide(shares[0], span)
     for source, share in zip(sources[1:], shares[1:], strict=True):
         mixed = mixed + source.astype(f32) * _wide(share, span)
     registers.push_squares(mixed, norm_parts, *where)
     _meet(form, ready, 1)
     (total,) = cluster_sum.totals(norm_parts, totals.at[pl.ds(0, 1)], form.interpret)
-    scale = lax.rsqrt(total * (1 / form.width) + form.eps)
+    scale = lax.rsqrt(total * (1 / form.numbers) + form.eps)
     out = (norm * mixed * _wide(scale, span)).astype(bf16)
     registers.store(x.at[row, mine], out, form.interpret)
 

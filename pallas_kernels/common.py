@@ -13,7 +13,6 @@ import jax.numpy as jnp
 import numpy as np
 
 MINIMUM_JAX = (0, 11, 2)  # warpgroup lowering by default, written Refs aliased under jit
-REFUSED_JAX = (0, 12)  # its layout inference finds none for `skinny` with wide x and `experts.down`
 MAX_ROWS = 64
 BUCKETS = (8, 16, 32, 64)  # widths of the tensor-core operand that holds the rows
 SHARED_MEMORY = 232448  # bytes one CTA may use on sm_90 and sm_100
@@ -25,11 +24,6 @@ def unmet_conditions() -> list[str]:
     if jax.__version_info__ < MINIMUM_JAX:
         wanted = ".".join(map(str, MINIMUM_JAX))
         reasons.append(f"JAX {jax.__version__} found, kernels need {wanted} (Python 3.12) or newer")
-    if jax.__version_info__ >= REFUSED_JAX:
-        reasons.append(
-            f"JAX {jax.__version__} found, kernels need a version before "
-            f"{'.'.join(map(str, REFUSED_JAX))}, which does not compile all of them"
-        )
     kinds = sorted({d.platform for d in jax.devices()})
     if kinds != ["gpu"]:
         reasons.append(f"devices found: {', '.join(kinds)}; kernels need an NVIDIA GPU")
@@ -110,22 +104,39 @@ def reset_interpreter() -> None:
     interpret_pallas_call.reset_gpu_interpret_mode_state()
 
 
-def kernel(body: Any, name: str, *, interpret: bool = False, **kw: Any) -> Any:
+def kernel(
+    body: Any, name: str, *, interpret: bool = False, multi_process: bool = False, **kw: Any
+) -> Any:
     """`plgpu.kernel` with explicit lowering semantics, or the same kernel in the interpreter.
 
-    `name` is how profilers and the compiled program call it.
+    `name` is how profilers and the compiled program call it; `multi_process` (JAX 0.12) that it
+    writes to devices of other processes.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     body.__name__ = name
     if interpret:
         kw["interpret"] = interpreter()
-    return plgpu.kernel(body, compiler_params=params(), **kw)
+    settings = params(is_multi_process=True) if multi_process else params()
+    return plgpu.kernel(body, compiler_params=settings, **kw)
 
 
 def tref(ref: Any, perm: tuple[int, ...] = (1, 0)) -> Any:
     """A transposed view of a ref."""
     return ref.transpose(perm)
+
+
+def store(ref: Any, value: jax.Array) -> None:
+    """`ref[...] = value`, also where threads of a warp meet in one bank of shared memory.
+
+    JAX 0.12 infers no layout for such a store unless it is told that it may be slow.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, value, optimized=False)
+    else:
+        ref[...] = value
 
 
 def tiled(dtype: Any, cols: int) -> tuple[Any, ...]:

@@ -37,7 +37,11 @@ from pallas_kernels.skinny import situ_f32
 from pallas_kernels.units import COLUMNS, Units, plan
 
 HALF = mxfp4.ROWS // 2  # gate rows of a tile of W13
-BLOCK = 128  # of K per step of gate_up
+
+
+def _block(latent: int) -> int:
+    """Of K per step of gate_up: 128, or all of a latent of 64."""
+    return min(128, latent)
 
 
 @dataclass(frozen=True)
@@ -66,13 +70,13 @@ def default_tuning(rows: int, width: int, latent: int) -> Tuning:
 
     Narrow latents, of small models, have no work for four warpgroups of gate_up.
     """
-    tiles = 2 if width <= 192 else 1  # about 13 KB of W2 per item
+    tiles = 2 if width <= 192 and latent % 128 == 0 else 1  # about 13 KB of W2 per item
     warpgroups = 4 if rows == 1 else 6
     while _down_bytes(width, Tuning(down_warpgroups=warpgroups, down_tiles=tiles)) > (
         common.SHARED_MEMORY
     ):
         warpgroups -= 1
-    share = math.gcd(latent // BLOCK, 4)
+    share = math.gcd(latent // _block(latent), 4)
     return Tuning(
         warpgroups=share, finishers=min(2, share), down_warpgroups=warpgroups, down_tiles=tiles
     )
@@ -138,7 +142,7 @@ def limits(
     t = tuning or default_tuning(n, width, z)
     common.expect(out, "rows", n, f"1..{common.MAX_ROWS}", 1 <= n <= common.MAX_ROWS)
     common.expect(out, "dtype of latent", latent.dtype, "bfloat16", latent.dtype == jnp.bfloat16)
-    cut = BLOCK * t.warpgroups
+    cut = _block(z) * t.warpgroups
     common.expect(out, "latent width", z, f"a multiple of {cut}", z % cut == 0)
     ok = 1 <= t.finishers <= t.warpgroups
     common.expect(out, "finishers", t.finishers, f"1..{t.warpgroups}", ok)
@@ -163,7 +167,7 @@ def limits(
 
 
 def _gate_up_bytes(z: int, t: Tuning) -> int:
-    ring = z // BLOCK * mxfp4.BLOCK_LINES * 128
+    ring = z // _block(z) * mxfp4.tile_lines(_block(z)) * 128
     return ring + COLUMNS * z * 2 + t.finishers * t.warpgroups * mxfp4.ROWS * COLUMNS * 4 + 1024
 
 
@@ -260,7 +264,7 @@ def gate_up(
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     n, z = latent.shape
-    t, wgs = tuning, tuning.warpgroups
+    t, wgs, block = tuning, tuning.warpgroups, _block(z)
     bf16, f32 = jnp.bfloat16, jnp.float32
     call = common.kernel(
         _gate_up_body(n, z, k, width, betas, t, interpret),
@@ -272,10 +276,10 @@ def gate_up(
         num_threads=wgs,
         thread_name="wg",
         scratch_types=dict(
-            ws=plgpu.SMEM((z // BLOCK, mxfp4.BLOCK_LINES, mxfp4.LINE), jnp.uint32),
+            ws=plgpu.SMEM((z // block, mxfp4.tile_lines(block), mxfp4.LINE), jnp.uint32),
             xs=plgpu.SMEM((z // 32, COLUMNS, 32), bf16),
             sums=plgpu.SMEM((t.finishers, wgs, mxfp4.ROWS, COLUMNS), f32),
-            full=plgpu.Barrier(num_barriers=z // BLOCK),
+            full=plgpu.Barrier(num_barriers=z // block),
             done=plgpu.Barrier(num_barriers=t.finishers, num_arrivals=wgs),
             free=plgpu.Barrier(num_barriers=t.finishers),
         ),
@@ -295,8 +299,9 @@ def _gate_up_body(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    wgs, tiles = t.warpgroups, width // HALF
-    steps = z // BLOCK // wgs  # blocks of an item that one warpgroup takes
+    wgs, tiles, block = t.warpgroups, width // HALF, _block(z)
+    lines = mxfp4.tile_lines(block)
+    steps = z // block // wgs  # blocks of an item that one warpgroup takes
     dense = n <= COLUMNS
 
     def body(
@@ -306,7 +311,7 @@ def _gate_up_body(
         w,  # u32 [L, E T, lines, 32]
         layer,  # i32 [1]
         h,  # bf16 [U, m/32, 8, 32]
-        ws,  # u32 [Z / 128, 34, 32]
+        ws,  # u32 [Z / block, lines, 32]
         xs,  # bf16 [Z/32, 8, 32]; each warpgroup stages and reads its part of K
         sums,  # f32 [finisher, warpgroup, 64, 8]
         full,
@@ -324,8 +329,8 @@ def _gate_up_body(
 
         def issue(tile, j):
             at = wg * steps + j  # of the item's blocks, each with its own place
-            block = w.at[which, tile, pl.ds(at * mxfp4.BLOCK_LINES, mxfp4.BLOCK_LINES)]
-            plgpu.copy_gmem_to_smem(block, ws.at[at], full.at[at])
+            source = w.at[which, tile, pl.ds(at * lines, lines)]
+            plgpu.copy_gmem_to_smem(source, ws.at[at], full.at[at])
 
         @pl.when(mine > 0)
         def _():
@@ -364,8 +369,8 @@ def _gate_up_body(
             def step(j, acc):
                 at = wg * steps + j
                 plgpu.barrier_wait(full.at[at])
-                operand = xs.at[pl.ds(at * (BLOCK // 32), BLOCK // 32)]
-                acc = mxfp4.multiply(acc, ws.at[at], operand, BLOCK, interpret=interpret)
+                operand = xs.at[pl.ds(at * (block // 32), block // 32)]
+                acc = mxfp4.multiply(acc, ws.at[at], operand, block, interpret=interpret)
                 pl.when(more)(lambda: issue(following, j))
                 return acc
 
@@ -565,7 +570,7 @@ def _down_body(n: int, pairs: int, z: int, width: int, t: Tuning, interpret: boo
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # rs is free again
             for tile in range(t.down_tiles):
                 out = rs.at[wg, :, pl.ds(tile * mxfp4.ROWS, mxfp4.ROWS)]
-                common.tref(out)[...] = product(slot, tile).astype(jnp.bfloat16)
+                common.store(common.tref(out), product(slot, tile).astype(jnp.bfloat16))
             plgpu.commit_smem()
             pl.when(i + depth < mine)(lambda: issue(i + depth))
 

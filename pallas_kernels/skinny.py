@@ -159,16 +159,17 @@ def limits(
     m, k = x.shape[0], items[0].w.shape[2]
     rows = min(max(m, 1), common.MAX_ROWS)
     sizes = [p.rows for p in items]
-    t = tuning or default_tuning(rows, sizes, k, common.blackwell(), norm is not None)
+    filled = k if norm is None else common.round_up(k, row_norm.STEP)
+    t = tuning or default_tuning(rows, sizes, filled, common.blackwell(), norm is not None)
     wanted = skinny_sm100.TILE if common.blackwell() else TILE
     common.expect(out, "tile", t.tile, f"{wanted} on {common.architecture()}", t.tile == wanted)
     ok = t.tile == TILE or t.warpgroups == 1
     common.expect(out, "warpgroups", t.warpgroups, "1 with tcgen05", ok)
     common.expect(out, "rows of x", m, f"1..{common.MAX_ROWS}", 1 <= m <= common.MAX_ROWS)
     common.expect(out, "columns of x", x.shape[1], f"at least {k}", x.shape[1] >= k)
-    common.expect(out, "columns", k, "a multiple of 64", k % 64 == 0)
+    common.expect(out, "columns", k, "a multiple of 64", filled % 64 == 0)
     cut = t.step * t.splits
-    common.expect(out, "columns", k, f"a multiple of {cut}", k % cut == 0)
+    common.expect(out, "columns", k, f"a multiple of {cut}", filled % cut == 0)
     if norm is not None:
         ok = t.step == row_norm.STEP
         common.expect(out, "step", t.step, f"{row_norm.STEP} with norm", ok)
@@ -281,21 +282,24 @@ def projections(
     """
     common.require(limits(x, items, norm=norm, tuning=tuning), "skinny")
     m, k = x.shape[0], items[0].w.shape[2]
+    scale = None if norm is None else (k, norm[1])
     width = common.bucket(m)
     sizes = [p.rows for p in items]
+    ws = [p.w for p in items]
+    if norm is not None and k % row_norm.STEP:
+        x, ws, norm = row_norm.filled(x[:, :k], ws, norm)
+        k = x.shape[1]
     t = tuning or default_tuning(m, sizes, k, common.blackwell(), norm is not None)
     kinds = tuple(p.kind(t.tile) for p in items)
-    ws = [p.w for p in items]
     if interpret:
-        return _interpreted(x[:, :k], ws, layer, kinds, norm, t)
+        return _interpreted(x[:, :k], ws, layer, kinds, norm, scale, t)
     if m > 8:  # the copy engine takes rows of x by eights; the step's row buckets are such numbers
         x = jnp.pad(x, ((0, -m % 8), (0, 0)))
     shapes = []
     for kind in kinds:  # rows of y start at multiples of 16 bytes
         columns = common.round_up(kind.columns * kind.copies, 16 // kind.dtype.itemsize)
         shapes.append(jax.ShapeDtypeStruct((m, columns), kind.dtype))
-    eps = None if norm is None else norm[1]
-    call = _build(k, width, kinds, t, shapes, eps, False)
+    call = _build(k, width, kinds, t, shapes, scale, False)
     # without a norm its weight is any array, and not looked at
     rows = x if norm is None else norm[0].reshape(-1, k)
     ys = call(x, common.layer_operand(layer), rows, *ws)
@@ -308,6 +312,7 @@ def _interpreted(
     layer: int | jax.Array,
     kinds: tuple[Kind, ...],
     norm: tuple[jax.Array, float] | None,
+    scale: tuple[int, float] | None,
     t: Tuning,
 ) -> list[jax.Array]:
     """The kernel in the interpreter, which has neither clusters of this kind nor clipped copies.
@@ -316,9 +321,9 @@ def _interpreted(
     """
     m, k = x.shape
     factor = jnp.ones((m, 1), jnp.float32)
-    if norm is not None:
+    if norm is not None and scale is not None:
         f = x.astype(jnp.float32)
-        factor = lax.rsqrt(jnp.mean(f * f, -1, keepdims=True) + norm[1])
+        factor = lax.rsqrt(jnp.sum(f * f, -1, keepdims=True) / scale[0] + scale[1])
         x = x * _one(norm[0], layer)
     width = common.bucket(m)
     x = jnp.pad(x, ((0, width - m), (0, 0)), constant_values=jnp.nan)
@@ -345,7 +350,7 @@ def _build(
     kinds: tuple[Kind, ...],
     t: Tuning,
     shapes: list[jax.ShapeDtypeStruct],
-    eps: float | None,
+    scale: tuple[int, float] | None,
     interpret: bool,
 ) -> Any:
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -359,7 +364,7 @@ def _build(
         grid = dict(grid=(tiles,), grid_names=("tile",))
         grid |= dict(cluster=(t.splits,), cluster_names=("split",))
     return common.kernel(
-        _body(k, width, kinds, t, eps, interpret),
+        _body(k, width, kinds, t, scale, interpret),
         "k3_skinny",
         interpret=interpret,
         out_type=shapes,
@@ -368,7 +373,7 @@ def _build(
         thread_name="wg",
         scratch_types=dict(
             **scratch(width, t),
-            **({} if eps is None else squares),
+            **({} if scale is None else squares),
             **({} if t.tile == TILE else skinny_sm100.scratch(width, t.stages)),
             **{
                 f"y{i}": plgpu.SMEM((width, _share(kind, width, t, interpret)[1]), shape.dtype)
@@ -408,7 +413,8 @@ def _share(kind: Kind, width: int, t: Tuning, interpret: bool) -> tuple[int, int
 class Cta:
     """One CTA while its kernel is traced: sizes, places, refs.
 
-    x bf16 [M, K]; layer i32 [1]; norm bf16 [L or 1, K] if there is a norm (eps not None). Scratch:
+    x bf16 [M, K]; layer i32 [1]; with a norm (scale: numbers of a row, eps) norm bf16 [L or 1, K].
+    Scratch:
     ws bf16 [ring, tile, step], xs bf16 [ring, width, step], sums f32 [warpgroups, tile, width],
     squares f32 [warpgroups, width / 8, 16] with a norm; with tcgen05 acc f32 [128, width] in tensor
     memory and its barriers read and complete.
@@ -417,7 +423,7 @@ class Cta:
     k: int
     width: int
     t: Tuning
-    eps: float | None
+    scale: tuple[int, float] | None
     interpret: bool
     tile: Any  # grid places
     split: Any
@@ -479,7 +485,7 @@ class Cta:
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         plgpu.barrier_wait(self.full.at[slot])
-        if self.eps is None:
+        if self.scale is None:
             return seen
         which = self.layer[0] if self.norm.shape[0] > 1 else 0
         weight = self.norm.at[which, self.columns(j)]
@@ -499,7 +505,7 @@ def multiply(c: Cta, w: Any, kind: Kind, first: int) -> None:
 
     for s in range(t.stages):
         pl.when(s < mine)(lambda s=s: issue(s, c.wg * t.stages + s))
-    start = None if c.eps is None else row_norm.no_squares(c.width)
+    start = None if c.scale is None else row_norm.no_squares(c.width)
 
     def accumulate(sum_ref):
         def step(j, seen):
@@ -511,7 +517,7 @@ def multiply(c: Cta, w: Any, kind: Kind, first: int) -> None:
             return seen
 
         seen = lax.fori_loop(0, mine, step, start)
-        return (sum_ref[...],) if c.eps is None else (sum_ref[...], seen)
+        return (sum_ref[...],) if c.scale is None else (sum_ref[...], seen)
 
     if t.tile == TILE:
         result = pl.run_scoped(accumulate, plgpu.ACC((TILE, c.width), jnp.float32))
@@ -519,8 +525,8 @@ def multiply(c: Cta, w: Any, kind: Kind, first: int) -> None:
         result = skinny_sm100.accumulate(
             mine, t.stages, c.ready, issue, c.ws, c.xs, c.acc, c.read, c.complete, start
         )
-    c.sums[c.wg] = result[0]
-    if c.eps is not None:
+    common.store(c.sums.at[c.wg], result[0])
+    if c.scale is not None:
         row_norm.store_squares(result[1], c.squares.at[c.wg], c.width)
 
 
@@ -569,7 +575,7 @@ def _body(
     width: int,
     kinds: tuple[Kind, ...],
     t: Tuning,
-    eps: float | None,
+    scale: tuple[int, float] | None,
     interpret: bool,
 ) -> Any:
     from jax.experimental import pallas as pl
@@ -600,7 +606,7 @@ def _body(
         tile, split, wg = (lax.axis_index(name) for name in ("tile", "split", "wg"))
         places = tile, split, wg
         held = ws, xs, sums, full, squares, acc, read, complete
-        c = Cta(k, width, t, eps, interpret, *places, x, layer, norm, *held)
+        c = Cta(k, width, t, scale, interpret, *places, x, layer, norm, *held)
         for i, (kind, (low, high)) in enumerate(zip(kinds, ranges, strict=True)):
             here = (tile >= low) & (tile < high)
             pl.when(here)(lambda i=i, kind=kind, low=low: multiply(c, refs[i], kind, low))
@@ -626,10 +632,9 @@ def _result(c: Cta, first: Any, columns: int, kind: Kind) -> jax.Array:
     """Finished columns [width, columns] of a tile: all sums added, norm, SiTU, rounding."""
 
     def total(start: Any) -> jax.Array:
-        if c.t.splits == 1 and c.eps is None:
+        if c.t.splits == 1 and c.scale is None:
             return cluster_sum.local_total(c.sums, start, columns)
-        norm = None if c.eps is None else (c.k, c.eps)
-        return cluster_sum.cluster_total(c.sums, c.squares, start, columns, c.t.splits, norm)
+        return cluster_sum.cluster_total(c.sums, c.squares, start, columns, c.t.splits, c.scale)
 
     if kind.situ is None:
         return total(first).astype(kind.dtype)

@@ -1,10 +1,12 @@
 """Compile every kernel at real shapes for a GPU that is absent: `python -m parity.kernel_aot`.
 
-    python -m parity.kernel_aot --target h200|gb300 [--match PART]
+    python -m parity.kernel_aot --target h200|gb300 [--match PART ...]
+    python -m parity.kernel_aot --target gb300 --hosts 4 --gpus 4
 
-One target per process. Needs the CUDA plugin of JAX, ptxas and libdevice (extra `aot`). Prints
-registers and spilled bytes as ptxas reports them; exit status 1 if a kernel that must not spill
-does. It proves that kernels lower and assemble, not what they compute.
+The second form compiles the exchanges between ranks for a mesh of that many hosts (a process each)
+and GPUs per host. One target per process. Needs the CUDA plugin of JAX, ptxas and libdevice (extra
+`aot`). Prints registers and spilled bytes as ptxas reports them; exit status 1 if a kernel that
+must not spill does. It proves that kernels lower and assemble, not what they compute.
 """
 
 from __future__ import annotations
@@ -184,6 +186,30 @@ def _small_cases(m: int) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]
     }
 
 
+def exchange_cases(ranks: int) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """A layer's exchanges over `ranks`, to be called in a `shard_map`; arguments of one rank."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels import exchange
+
+    gather, reduce, chunk = exchange.all_gather, exchange.all_reduce, exchange.CHUNK
+    out: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
+    for m in (1, 8, 64):
+        for name, call, width, dtype in (
+            ("o_proj", reduce, 7168, jnp.float32),
+            ("routed_and_shared", reduce, 3584 + 7168, jnp.float32),
+            ("scores_and_latent", gather, 896 // ranks + 3584 // ranks // 2, jnp.uint32),
+            ("output", gather, 7168 // ranks // 2, jnp.uint32),
+        ):
+            size = -(-m * width // chunk) * chunk
+            out[f"exchange.{name}.rows{m}"] = (
+                lambda x, call=call: call(x, "x", ranks),
+                (jax.ShapeDtypeStruct((size,), dtype),),
+            )
+    return out
+
+
 @contextlib.contextmanager
 def _reports(folder: Path) -> Iterator[None]:
     names = {"MOSAIC_GPU_DUMP_TO": str(folder), "MOSAIC_GPU_DUMP_PTXAS": "1"}
@@ -195,17 +221,32 @@ def _reports(folder: Path) -> Iterator[None]:
             del os.environ[name]
 
 
-def compile_case(target: str, call: Callable[..., Any], avals: tuple[Any, ...]) -> list[str]:
-    """Compile; ptxas' lines `kernel registers spilled` for every kernel in it."""
+def compile_case(
+    target: str, call: Callable[..., Any], avals: tuple[Any, ...], hosts: int = 1, gpus: int = 1
+) -> list[str]:
+    """Compile; ptxas' lines `kernel registers spilled` for every kernel in it.
+
+    On several GPUs the call is one rank's, and so are its arguments: vectors, of which a rank holds
+    a part.
+    """
     import jax
     from jax.experimental import topologies
 
     topology = topologies.get_topology_desc(
-        platform="cuda", target_config=description(target), topology="1x1x1"
+        platform="cuda", target_config=description(target), topology=f"1x{hosts}x{gpus}"
     )
-    mesh = topologies.make_mesh(topology, (1,), ("x",))
-    here = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    placed = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=here) for a in avals]
+    ranks = hosts * gpus
+    mesh = topologies.make_mesh(topology, (ranks,), ("x",))
+    cut = jax.sharding.PartitionSpec(*["x"] * (ranks > 1))
+    here = jax.sharding.NamedSharding(mesh, cut)
+    placed = [
+        jax.ShapeDtypeStruct(
+            tuple(n * ranks for n in a.shape) if ranks > 1 else a.shape, a.dtype, sharding=here
+        )
+        for a in avals
+    ]
+    if ranks > 1:
+        call = jax.shard_map(call, mesh=mesh, in_specs=cut, out_specs=cut, check_vma=False)
     with tempfile.TemporaryDirectory() as name:
         with _reports(Path(name)), jax.default_device(topology.devices[0]):
             jax.jit(call).lower(*placed).compile()
@@ -223,7 +264,9 @@ def main(argv: list[str] | None = None) -> int:
     """Compile the cases of one target."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--target", choices=tuple(TARGETS), default="h200")
-    parser.add_argument("--match", default="")
+    parser.add_argument("--match", nargs="+", default=[""], help="parts of names of cases")
+    parser.add_argument("--hosts", type=int, default=1)
+    parser.add_argument("--gpus", type=int, default=1, help="of a host")
     args = parser.parse_args(argv)
     folder = plugin_folder()
     if folder is None:
@@ -234,10 +277,16 @@ def main(argv: list[str] | None = None) -> int:
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_gpu_autotune_level=0"
     os.environ["PATH"] += os.pathsep + str(folder / "bin")
     bad = 0
-    for name, (call, avals) in (cases() | mla_cases()).items():
-        if args.match not in name:
-            continue
-        for line in compile_case(args.target, call, avals):
+    ranks = args.hosts * args.gpus
+    every = exchange_cases(ranks) if ranks > 1 else cases() | mla_cases()
+    chosen = [name for name in every if any(part in name for part in args.match)]
+    if not chosen:
+        known = ", ".join(every)
+        print(f"no case has {args.match} in its name; there are {known}", file=sys.stderr)
+        return 2
+    for name in chosen:
+        call, avals = every[name]
+        for line in compile_case(args.target, call, avals, args.hosts, args.gpus):
             kernel, registers, spilled = line.split()
             print(f"{name}: {kernel} {registers} registers, {spilled} bytes spilled", flush=True)
             bad += int(spilled) > 0 and kernel not in MAY_SPILL

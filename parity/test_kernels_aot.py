@@ -10,21 +10,49 @@ from parity import kernel_aot
 needs_plugin = pytest.mark.skipif(
     kernel_aot.plugin_folder() is None, reason="the CUDA plugin and ptxas (extra `aot`)"
 )
+# every kind of body and both matrix instructions; all cases: `python -m parity.kernel_aot`
+SMALL = ("skinny.o_proj.rows8", "skinny.kda_in.rows64", "attn_res.two_deltas.rows8",
+         "topk.shared.rows8", "vocab.markov.rows8", "experts.tp16.rows8", "kda.tp16.batch1.tokens8",
+         "mla.tp16.rows8.tokens8.float8_e4m3fn")  # fmt: skip
+BODIES = ("skinny", "attn_res", "topk", "vocab", "plan", "experts_gate_up", "experts_down", "kda",
+          "mla_query", "mla_attend", "mla_value")  # fmt: skip
+
+
+def compiled(*options):
+    command = [sys.executable, "-m", "parity.kernel_aot", *options]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 @needs_plugin
 @pytest.mark.parametrize("target", sorted(kernel_aot.TARGETS))
-@pytest.mark.parametrize("match", ["rows8"])
-def test_kernels_assemble(target, match):
-    """Without spills, but where `MAY_SPILL` says. All cases: `python -m parity.kernel_aot`."""
-    command = [sys.executable, "-m", "parity.kernel_aot", "--target", target, "--match", match]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "k3_experts_gate_up" in done.stdout and "k3_attn_res" in done.stdout
-    assert "k3_skinny" in done.stdout
+def test_kernels_assemble(target):
+    """Without spills, but where `MAY_SPILL` says."""
+    printed = compiled("--target", target, "--match", *SMALL)
+    assert [b for b in BODIES if f"k3_{b} " not in printed] == []
+
+
+@needs_plugin
+@pytest.mark.parametrize(("target", "hosts", "gpus"), [("gb300", 4, 4), ("h200", 1, 2)])
+def test_exchanges_assemble(target, hosts, gpus):
+    """For sixteen GPUs in four processes, whose memory must be symmetric, and for two in one."""
+    mesh = "--hosts", str(hosts), "--gpus", str(gpus)
+    printed = compiled("--target", target, *mesh, "--match", "rows8")
+    assert "k3_all_reduce" in printed and "k3_all_gather" in printed
 
 
 def test_every_kernel_is_listed():
     names = " ".join(kernel_aot.cases())
     for kernel in ("skinny", "route", "latent_up", "attn_res", "experts", "topk", "vocab"):
         assert kernel in names
+    assert "reduce" not in names and len(kernel_aot.exchange_cases(16)) == 12
+
+
+def test_a_name_without_a_case_is_refused(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr(kernel_aot, "plugin_folder", lambda: tmp_path)
+    monkeypatch.setenv("PATH", "/bin")
+    monkeypatch.setenv("XLA_FLAGS", "")
+    monkeypatch.setenv("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")
+    assert kernel_aot.main(["--match", "nothing"]) == 2
+    assert "skinny.kda_in.rows1" in capsys.readouterr().err

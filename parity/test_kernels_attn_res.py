@@ -72,8 +72,27 @@ def test_weights_of_a_layer():
     assert not common.races_found()
 
 
+@needs_interpreter
+@pytest.mark.parametrize("kw", [{}, {"snapshot": True, "layer": 1}])
+def test_narrow_rows_are_filled_with_zeros(kw):
+    """128 columns, of a small model: the means are of 128 numbers, not of 256."""
+    args = operands(np.random.default_rng(5), 3, 2, jnp.bfloat16)
+    snapshots = args[1][..., :128]
+    row, weights = [args[0][:, :128], args[3][:, :128]], [w[..., :128] for w in args[4:]]
+    if "layer" in kw:
+        weights = [jnp.stack([w * jnp.nan, w]) for w in weights]
+    shared = jnp.asarray(np.random.default_rng(6).standard_normal((3, 128)), jnp.float32)
+    full = row[0], snapshots, jnp.int32(2), row[1], *weights
+    kw = kw | {"eps": 1e-5, "shared": shared}
+    got = attn_res.attn_res(*full, interpret=True, **kw)
+    want = attn_res.reference(*full, **kw)
+    for a, b, tolerance in zip(got, want, (1e-3, 0.0, 0.0), strict=True):
+        same(a, b, tolerance, "rel_l2" if tolerance else "max_abs")
+    assert not common.races_found()
+
+
 @pytest.mark.parametrize("rows", [1, 2, 8, 13, 64])
-@pytest.mark.parametrize("d", [256, 512, 2048, 7168])
+@pytest.mark.parametrize("d", [128, 256, 512, 2048, 7168])
 def test_default_tuning_meets_the_limits(rows, d):
     wide = jnp.zeros((rows, d), jnp.bfloat16)
     assert attn_res.limits(wide, jnp.zeros((rows, 8, d), jnp.bfloat16), wide) == []

@@ -7,6 +7,7 @@ MLA. What a kernel computes is tested elsewhere; here it is that no stage has lo
 from collections import Counter
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -21,10 +22,12 @@ from jax_impl.config import RELEASED_CONFIG, ModelConfig, RunConfig
 from jax_impl.params import abstract_weights
 from jax_impl.selftest import kernels_of
 from jax_impl.speculate import verify
+from jax_impl.stages import limits
 from jax_impl.static import Static
 from jax_impl.step import step
 from parity.kernel_env import needs_interpreter
 
+GOLDEN = Path(__file__).parent / "golden"
 RANKS = 16
 # per step: attn_res twice a layer; the dense layer is KDA and has two products in place of experts
 LAYERS = {
@@ -42,12 +45,20 @@ LAYERS = {
 }
 
 
-def traced(batch: int, tokens: int, backend: Backend, **settings) -> Counter:
+def traced(
+    batch: int,
+    tokens: int,
+    backend: Backend,
+    config: ModelConfig | None = None,
+    tp: int = RANKS,
+    **settings,
+) -> Counter:
     """Kernels by name in the traced step: a decode, or with several tokens a verification."""
-    config = replace(ModelConfig.load(RELEASED_CONFIG), num_hidden_layers=5, mla_layers=(3,))
+    if config is None:
+        config = replace(ModelConfig.load(RELEASED_CONFIG), num_hidden_layers=5, mla_layers=(3,))
     run = RunConfig(slots=batch, pages=64, page_size=16, **settings)
-    static, ranks = Static(config, run, Ranks(RANKS)), Ranks(RANKS)
-    weights = abstract_weights(config, RANKS)
+    static, ranks = Static(config, run, Ranks(tp)), Ranks(tp)
+    weights = abstract_weights(config, tp)
     if run.decode_backend != "auto":
         weights = jax.eval_shape(bind, weights)
     s, i32, b = jax.ShapeDtypeStruct, jnp.int32, batch
@@ -76,6 +87,17 @@ def test_decode_runs_every_kernel(rows):
 def test_verification_commits_by_a_kernel():
     got = traced(1, 8, LATENCY_SPECIALIZED, decode_backend="latency_specialized")
     assert got == LAYERS | {"k3_kda_commit": 1}
+
+
+@needs_interpreter
+@pytest.mark.parametrize("tokens", [1, 8])
+def test_the_recorded_model_with_real_head_sizes_fits(tokens):
+    """128 columns, latents of 64, queries of 96: below what the released model has in all three."""
+    config = ModelConfig.load(GOLDEN / "model_realdims" / "config.json")
+    run = RunConfig(decode_backend="latency_specialized", page_size=16)
+    assert limits.unmet(config, run, 1) == []
+    got = traced(2, tokens, LATENCY_SPECIALIZED, config, 1, decode_backend="latency_specialized")
+    assert {"k3_kda", "k3_mla_attend", "k3_experts_down", "k3_attn_res", "k3_topk"} <= set(got)
 
 
 def test_auto_has_no_kernel():
