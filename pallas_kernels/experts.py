@@ -55,6 +55,8 @@ class Tuning:
         down_warpgroups: per CTA of down.
         down_tiles: tiles of 64 rows per item of down.
         down_stages: items in flight per warpgroup of down.
+        one_kernel: both products in one kernel, all CTAs of which meet between them; `warpgroups`
+            serve both. All CTAs must be resident: at most one per multiprocessor.
     """
 
     ctas: int = 132
@@ -63,6 +65,7 @@ class Tuning:
     down_warpgroups: int = 4
     down_tiles: int = 2
     down_stages: int = 2
+    one_kernel: bool = False
 
 
 def default_tuning(rows: int, width: int, latent: int) -> Tuning:
@@ -242,8 +245,11 @@ def experts(
     units = units or plan(ids, experts_here, interpret=interpret)
     same: dict[str, Any] = dict(tuning=t, interpret=interpret)
     n, z = latent.shape
-    h = gate_up(latent, units, w13, layer, k=ids.shape[1], width=width, betas=betas, **same)
-    r = down(h, units, w2, layer, rows=n, latent=z, **same)
+    if t.one_kernel and not interpret:
+        r = _both(latent, units, w13, w2, layer, ids.shape[1], width, betas, t)
+    else:
+        h = gate_up(latent, units, w13, layer, k=ids.shape[1], width=width, betas=betas, **same)
+        r = down(h, units, w2, layer, rows=n, latent=z, **same)
     r = r.reshape(*ids.shape, -1).astype(jnp.float32)
     return jnp.sum(r * weights[..., None], axis=1)
 
@@ -306,7 +312,7 @@ def _gate_up_body(
 
     def body(
         x,  # bf16 [N, Z]
-        count,  # i32 [1]
+        count,  # i32 [2]
         table,  # i32 [U, 10]
         w,  # u32 [L, E T, lines, 32]
         layer,  # i32 [1]
@@ -527,13 +533,13 @@ def _down_body(n: int, pairs: int, z: int, width: int, t: Tuning, interpret: boo
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    wgs, depth = t.down_warpgroups, t.down_stages
+    wgs, depth = t.warpgroups if t.one_kernel else t.down_warpgroups, t.down_stages
     span = t.down_tiles * mxfp4.ROWS
     groups = z // span  # items per unit
 
     def body(
         h,  # bf16 [U, m/32, 8, 32]
-        count,  # i32 [1]
+        count,  # i32 [2]
         table,  # i32 [U, 10]
         w,  # u32 [L, E Z/64, lines, 32]
         layer,  # i32 [1]
@@ -542,6 +548,7 @@ def _down_body(n: int, pairs: int, z: int, width: int, t: Tuning, interpret: boo
         hs,  # bf16 [warpgroups * stages, m/32, 8, 32]
         rs,  # bf16 [warpgroups, 8, 64 tiles]
         full,
+        meet=None,  # to wait for h
     ):
         cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
         first = wg * t.ctas + cta  # items first, first + stride, ...: every CTA gets some early
@@ -550,17 +557,28 @@ def _down_body(n: int, pairs: int, z: int, width: int, t: Tuning, interpret: boo
         mine = (items - first + stride - 1) // stride
         which = layer[0]
 
-        def issue(i):
+        def issue_w(i):
             item = first + i * stride
             unit, group = item // groups, lax.rem(item, groups)
             slot = wg * depth + lax.rem(i, depth)
             tile = table[unit, 0] * (z // mxfp4.ROWS) + group * t.down_tiles
             block = w.at[which, pl.ds(tile, t.down_tiles)]
             plgpu.copy_gmem_to_smem(block, ws.at[slot], full.at[slot])
-            plgpu.copy_gmem_to_smem(h.at[unit], hs.at[slot], full.at[slot])
+
+        def issue_h(i):
+            slot = wg * depth + lax.rem(i, depth)
+            plgpu.copy_gmem_to_smem(h.at[(first + i * stride) // groups], hs.at[slot], full.at[slot])
+
+        def issue(i):
+            issue_w(i)
+            issue_h(i)
 
         for s in range(depth):
-            pl.when(s < mine)(lambda s=s: issue(jnp.int32(s)))
+            pl.when(s < mine)(lambda s=s: issue_w(jnp.int32(s)))
+        if meet is not None:
+            meet()
+        for s in range(depth):
+            pl.when(s < mine)(lambda s=s: issue_h(jnp.int32(s)))
 
         def item_step(i, _):
             item = first + i * stride
@@ -596,3 +614,101 @@ def _down_body(n: int, pairs: int, z: int, width: int, t: Tuning, interpret: boo
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     return body
+
+
+# $0 address of the counter, $1 arrivals of all: this thread's warpgroup has come; wait for the rest
+_MEET = """
+{
+.reg .pred done;
+.reg .b32 seen;
+fence.acq_rel.gpu;
+red.release.gpu.global.add.u32 [$0], 1;
+again:
+ld.acquire.gpu.global.u32 seen, [$0];
+setp.ge.u32 done, seen, $1;
+@!done bra again;
+}
+"""
+
+
+def _meet(count: Any, arrivals: int) -> None:
+    """All warpgroups of all CTAs: what each has written to global memory is there behind it."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    def code(_: Any, ref: Any) -> None:
+        reg = common.Registers()
+        reg.ptx("fence.proxy.async.global;", volatile=True)
+        reg.barrier()
+        text = "{ .reg .pred one; .reg .b32 t; and.b32 t, $2, 127; setp.ne.u32 one, t, 0;"
+        text += " @one bra others;" + _MEET + "others: }"
+        at = reg.wide_add(reg.global_address(ref), reg.constant(4))
+        reg.ptx(text, at, reg.constant(arrivals), reg.thread(), volatile=True)
+        reg.barrier()
+        reg.ptx("fence.proxy.async.global;", volatile=True)
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(code)(count)
+
+
+def _both(
+    latent: jax.Array,
+    units: Units,
+    w13: jax.Array,
+    w2: jax.Array,
+    layer: int | jax.Array,
+    k: int,
+    width: int,
+    betas: tuple[float, float],
+    t: Tuning,
+) -> jax.Array:
+    """`gate_up` and `down` in one kernel; r [P, Z] bf16."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    (n, z), wgs, block = latent.shape, t.warpgroups, _block(latent.shape[1])
+    pairs, bf16, f32, u32 = units.table.shape[0], jnp.bfloat16, jnp.float32, jnp.uint32
+    first = _gate_up_body(n, z, k, width, betas, t, False)
+    second = _down_body(n, pairs, z, width, t, False)
+    ring, lines = wgs * t.down_stages, mxfp4.tile_lines(width)
+    line = mxfp4.LINE
+
+    def body(x, table, a, b, layer, count, h, r, *, memory, full, done, free, left, full_down):
+        (ws, xs, sums), (ws_down, hs, rs) = memory
+        first(x, count, table, a, layer, h, ws, xs, sums, full, done, free)
+        plgpu.commit_smem()  # the CTA's shared memory gets another use
+        plgpu.barrier_arrive(left.at[0])
+        plgpu.barrier_wait(left.at[0])
+        meet = lambda: _meet(count, t.ctas * wgs)  # noqa: E731
+        second(h, count, table, b, layer, r, ws_down, hs, rs, full_down, meet)
+
+    call = common.kernel(
+        body,
+        "k3_experts",
+        out_type=[
+            jax.ShapeDtypeStruct((pairs, width // HALF, COLUMNS, HALF), bf16),
+            jax.ShapeDtypeStruct((pairs, z), bf16),
+        ],
+        grid=(t.ctas,),
+        grid_names=("cta",),
+        num_threads=wgs,
+        thread_name="wg",
+        scratch_types=dict(
+            memory=plgpu.RefUnion(
+                [
+                    plgpu.SMEM((z // block, mxfp4.tile_lines(block), line), u32),
+                    plgpu.SMEM((z // 32, COLUMNS, 32), bf16),
+                    plgpu.SMEM((t.finishers, wgs, mxfp4.ROWS, COLUMNS), f32),
+                ],
+                [
+                    plgpu.SMEM((ring, t.down_tiles, lines, line), u32),
+                    plgpu.SMEM((ring, width // 32, COLUMNS, 32), bf16),
+                    plgpu.SMEM((wgs, COLUMNS, t.down_tiles * mxfp4.ROWS), bf16),
+                ],
+            ),
+            full=plgpu.Barrier(num_barriers=z // block),
+            done=plgpu.Barrier(num_barriers=t.finishers, num_arrivals=wgs),
+            free=plgpu.Barrier(num_barriers=t.finishers),
+            left=plgpu.Barrier(num_barriers=1, num_arrivals=wgs),
+            full_down=plgpu.Barrier(num_barriers=ring, num_arrivals=2),
+        ),
+    )
+    count = jax.new_ref(units.count)
+    return call(latent, units.table, w13, w2, common.layer_operand(layer), count)[1]

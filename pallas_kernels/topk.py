@@ -175,7 +175,7 @@ def topk(
     out = [
         jax.ShapeDtypeStruct((n, k), i32),
         jax.ShapeDtypeStruct((n, k), f32),
-        jax.ShapeDtypeStruct((1,), i32),
+        jax.ShapeDtypeStruct((2,), i32),
         jax.ShapeDtypeStruct((n * k, units.FIELDS), i32),
     ]
     if shared is not None and (interpret or common.blackwell()):  # a kernel of its own
@@ -258,7 +258,7 @@ def _body(
         bias,  # f32 [L, E]
         layer,  # i32 [1]
         *others,  # of the product hidden bf16 [N, M], w bf16 [L, D, M]; then ids i32 [N, k],
-        # weights f32 [N, k], count i32 [1], table i32 [N k, 10]; of the product f32 [N, D]
+        # weights f32 [N, k], count i32 [2], table i32 [N k, 10]; of the product f32 [N, D]
         bits,  # i32 [2 E]: rows 0..31 of each expert as bits, rows 32..63
         words,  # i32 [warpgroups, ..], see `topk_registers`
         **scratch,  # of the product, see `skinny.scratch`

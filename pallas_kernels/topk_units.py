@@ -74,6 +74,7 @@ _ONLY_ROW = """
 setp.lt.u32 in, $0, K;
 setp.eq.u32 one, $0, 0;
 @one st.global.b32 [$2], K;
+@one st.global.b32 [$2+4], 0;
 mad.lo.u32 at, $0, 4, $1;
 @in ld.shared.b32 number, [at+CHOSEN];
 mul.wide.u32 to, $0, 40;

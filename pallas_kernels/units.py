@@ -1,6 +1,6 @@
 """Units of work of the routed experts: each distinct expert with up to 8 of its rows.
 
-    ids i32 [N, k], N = 1..64 -> count i32 [1], table i32 [N k, 10]
+    ids i32 [N, k], N = 1..64 -> count i32 [2], table i32 [N k, 10]
 
 A table row is: expert, number of rows, then 8 slots; a slot is pair * 8 + column, with pair = n *
 k + j for the j-th expert of row n. The column is that of the tensor core's narrow operand that
@@ -30,7 +30,7 @@ FIELDS = 2 + COLUMNS
 class Units(NamedTuple):
     """What the kernels work through."""
 
-    count: jax.Array  # i32 [1]
+    count: jax.Array  # i32 [2]; the second, 0, counts who has met in `experts`
     table: jax.Array  # i32 [U, 10]
 
 
@@ -43,7 +43,7 @@ def group_rows(ids: jax.Array) -> Units:
     if n == 1:  # a row's experts are distinct
         slots = jnp.pad(number[:, None] * COLUMNS, ((0, 0), (0, COLUMNS - 1)))
         table = jnp.concatenate([flat[:, None], jnp.ones_like(flat)[:, None], slots], axis=1)
-        return Units(jnp.full((1,), pairs, jnp.int32), table)
+        return Units(jnp.array([pairs, 0], jnp.int32), table)
     same = flat[:, None] == flat[None, :]
     nth = jnp.sum(same & (number[None, :] < number[:, None]), axis=1, dtype=jnp.int32)
     slot = nth % COLUMNS
@@ -59,7 +59,7 @@ def group_rows(ids: jax.Array) -> Units:
     table = table.at[lead_row, 0].set(flat, mode="drop")
     table = table.at[lead_row, 1].set(jnp.minimum(total - nth, COLUMNS), mode="drop")
     table = table.at[of_pair, 2 + slot].set(number * COLUMNS + column)
-    return Units(jnp.sum(leads, dtype=jnp.int32).reshape(1), table)
+    return Units(jnp.stack([jnp.sum(leads, dtype=jnp.int32), jnp.int32(0)]), table)
 
 
 def limits(ids: jax.Array, experts: int) -> list[str]:
@@ -89,7 +89,7 @@ def plan(ids: jax.Array, experts: int, *, interpret: bool = False) -> Units:
     call = common.kernel(
         _body(n, k, experts),
         "k3_plan",
-        out_type=[jax.ShapeDtypeStruct((1,), i32), jax.ShapeDtypeStruct((n * k, FIELDS), i32)],
+        out_type=[jax.ShapeDtypeStruct((2,), i32), jax.ShapeDtypeStruct((n * k, FIELDS), i32)],
         grid=(1,),
         grid_names=("one",),
         scratch_types=dict(words=plgpu.SMEM((_words(experts),), i32)),
@@ -106,7 +106,7 @@ def _body(n: int, k: int, experts: int) -> Any:
 
     def body(
         ids,  # i32 [N, k]
-        count,  # i32 [1]
+        count,  # i32 [2]
         table,  # i32 [U, 10]
         words,  # i32: rows 0..31 of each expert as bits, rows 32..63, first unit; sums of the warps
     ):
@@ -203,6 +203,7 @@ mov.b32 total, 0;
 PARTS
 setp.eq.u32 one, $6, 0;
 @one st.global.b32 [$5], total;
+@one st.global.b32 [$5+4], 0;
 mov.b32 $0, out;
 }
 """
