@@ -31,7 +31,7 @@ def experts_case(
     """Routed experts of one rank at full spread: distinct random experts of every row."""
     from jax_impl.numerics import Numerics
     from jax_impl.ops.experts import ExpertWeights, routed_experts
-    from pallas_kernels import experts
+    from pallas_kernels import experts, experts_pack
 
     e, k, z, m = *sizes[:3], sizes.width // ranks
     per_expert = 3 * m * z // 2 + 3 * m * z // 32
@@ -48,7 +48,7 @@ def experts_case(
             jax.random.randint(d, (e, z, m // 32), 114, 122).astype(jnp.uint8),
         )
 
-    make = jax.jit(lambda key: experts.pack(*layer_arrays(key)))
+    make = jax.jit(lambda key: experts_pack.pack(*layer_arrays(key)))
     w13, w2 = (
         jnp.stack(parts)
         for parts in zip(*(make(jax.random.fold_in(key, i)) for i in range(layers)), strict=True)
@@ -82,7 +82,7 @@ def experts_case(
         table = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
         table = np.concatenate([table, -table])
         layer = draw % layers
-        raw = jax.jit(lambda a, b: experts.unpack(a, b, width=m, latent=z))
+        raw = jax.jit(lambda a, b: experts_pack.unpack(a, b, width=m, latent=z))
 
         def dense(codes: np.ndarray, scale: np.ndarray) -> np.ndarray:
             both = np.stack([codes & 15, codes >> 4], -1).reshape(*codes.shape[:-1], -1)

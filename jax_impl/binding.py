@@ -1,6 +1,6 @@
 """Weights as the kernels read them; the same arrays serve the standard stages.
 
-Routed experts are repacked into tiles (`pallas_kernels.experts.pack`): the same bytes in another
+Routed experts are repacked into tiles (`pallas_kernels.experts_pack`): the same bytes in another
 order, so that they exist once on a device. `in_proj` gets rows of zeros up to a multiple of eight.
 """
 
@@ -30,7 +30,7 @@ def bind(weights: Weights) -> Weights:
     Experts that the loader has already packed stay as they are. Others are packed here, which
     holds them twice: for small models and tests.
     """
-    from pallas_kernels.experts import pack
+    from pallas_kernels.experts_pack import pack
 
     moe, kda = weights.moe, weights.kda
     missing = -kda.in_proj.shape[1] % ROWS
@@ -68,7 +68,7 @@ def place_tiles(
 
     `start` is the layer and the first expert.
     """
-    from pallas_kernels.experts import pack_down, pack_gate_up
+    from pallas_kernels.experts_pack import pack_down, pack_gate_up
 
     tiles = (pack_gate_up if name == "w13_packed" else pack_down)(codes, scales)
     layer, expert = start

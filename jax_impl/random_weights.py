@@ -78,7 +78,7 @@ def bind_layer(kind: str, layer: dict[str, jax.Array]) -> dict[str, jax.Array]:
         return layer | {"in_proj": jnp.pad(layer["in_proj"], ((0, missing), (0, 0)))}
     if kind != "moe":
         return layer
-    from pallas_kernels.experts import pack
+    from pallas_kernels.experts_pack import pack
 
     raw = ("w13_packed", "w13_scale", "w2_packed", "w2_scale")
     w13, w2 = pack(*(layer[name] for name in raw))

@@ -1,8 +1,8 @@
 """Routed MXFP4 experts of one rank: gather by id, both products, SiTU between; FP32 sum.
 
     latent [N, Z] bf16, ids i32 [N, k], weights f32 [N, k], N = 1..64
-    w13 u32 [L, E T, lines, 32], w2 u32 [L, E Z/64, lines, 32]   the layer stacks, as `pack` makes
-    them result [N, Z] f32: sum over the row's experts of weight * expert(row), not rounded
+    w13 u32 [L, E T, lines, 32], w2 u32 [L, E Z/64, lines, 32]   the layer stacks (`experts_pack`)
+    result [N, Z] f32: sum over the row's experts of weight * expert(row), not rounded
 
 Rounding, as in profile V: gate and up once to bf16 after the FP32-accumulated product, SiTU in f32
 and once to bf16, the expert's output once to bf16, then weighting and summing in f32. Weights are
@@ -18,13 +18,15 @@ to no row may hold anything.
 `gate_up` runs a fixed number of CTAs; a work item is 64 rows of one unit's W13 (32 gate rows and
 their 32 up rows), whose K the warpgroups share; one of them, in turn, adds the four sums in a fixed
 order. In `down` an item is a few 64-row tiles of one unit's W2 and belongs to one warpgroup. Both
-keep their TMA rings running across items.
+keep their TMA rings running across items. As one kernel (`Tuning.one_kernel`) the CTAs meet between
+the two (`meeting`).
 """
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -32,11 +34,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_kernels import common, mxfp4
+from pallas_kernels import common, meeting, mxfp4
+from pallas_kernels.experts_pack import HALF, w13_rows
 from pallas_kernels.skinny import situ_f32
 from pallas_kernels.units import COLUMNS, Units, plan
-
-HALF = mxfp4.ROWS // 2  # gate rows of a tile of W13
 
 
 def _block(latent: int) -> int:
@@ -85,51 +86,6 @@ def default_tuning(rows: int, width: int, latent: int) -> Tuning:
     )
 
 
-def pack(
-    w13_packed: jax.Array, w13_scale: jax.Array, w2_packed: jax.Array, w2_scale: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """The checkpoint's arrays [.., E, rows, columns] -> (w13, w2) as the kernels read them.
-
-    A tile of W13 holds 32 gate rows and the 32 up rows that belong to them, in the order in which
-    W2's product wants its K (`mxfp4.unit_rows`), so that h needs no permutation.
-    """
-    return pack_gate_up(w13_packed, w13_scale), pack_down(w2_packed, w2_scale)
-
-
-def pack_gate_up(codes: jax.Array, scales: jax.Array) -> jax.Array:
-    """The half of `pack` that concerns w13."""
-    rows = _w13_rows(codes.shape[-2] // 2)
-    return _merged(mxfp4.pack(codes[..., rows, :], scales[..., rows, :]))
-
-
-def pack_down(codes: jax.Array, scales: jax.Array) -> jax.Array:
-    """The half of `pack` that concerns w2."""
-    return _merged(mxfp4.pack(codes, scales))
-
-
-def _merged(a: jax.Array) -> jax.Array:  # experts and tiles as one axis: TMA has five
-    return a.reshape(*a.shape[:-4], -1, *a.shape[-2:])
-
-
-def unpack(
-    w13: jax.Array, w2: jax.Array, *, width: int, latent: int
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """The inverse of `pack`; `width` is m of this rank, `latent` is Z."""
-
-    def split(a: jax.Array, tiles: int) -> jax.Array:
-        return a.reshape(*a.shape[:-3], -1, tiles, *a.shape[-2:])
-
-    inverse = jnp.argsort(_w13_rows(width))
-    codes, scales = mxfp4.unpack(split(w13, width // HALF), latent)
-    w2_codes, w2_scales = mxfp4.unpack(split(w2, latent // mxfp4.ROWS), width)
-    return codes[..., inverse, :], scales[..., inverse, :], w2_codes, w2_scales
-
-
-def _w13_rows(width: int) -> jax.Array:
-    order = jnp.asarray(mxfp4.unit_rows(width))[:, None]
-    return jnp.concatenate([order, order + width], axis=1).reshape(-1)
-
-
 def limits(
     latent: jax.Array,
     ids: jax.Array,
@@ -175,10 +131,9 @@ def _gate_up_bytes(z: int, t: Tuning) -> int:
 
 
 def _down_bytes(width: int, t: Tuning) -> int:
+    wgs = t.warpgroups if t.one_kernel else t.down_warpgroups
     item = t.down_tiles * mxfp4.tile_lines(width) * 128 + COLUMNS * width * 2
-    return (
-        t.down_warpgroups * (t.down_stages * item + COLUMNS * t.down_tiles * mxfp4.ROWS * 2) + 1024
-    )
+    return wgs * (t.down_stages * item + COLUMNS * t.down_tiles * mxfp4.ROWS * 2) + 1024
 
 
 def reference(
@@ -195,7 +150,7 @@ def reference(
     """The same in plain jnp, pair by pair."""
     z = latent.shape[1]
     tiles13, tiles2 = width // HALF, z // mxfp4.ROWS
-    inverse = jnp.argsort(_w13_rows(width))
+    inverse = jnp.argsort(w13_rows(width))
 
     def one(pair: tuple[jax.Array, jax.Array]) -> jax.Array:
         row, e = pair
@@ -567,7 +522,9 @@ def _down_body(n: int, pairs: int, z: int, width: int, t: Tuning, interpret: boo
 
         def issue_h(i):
             slot = wg * depth + lax.rem(i, depth)
-            plgpu.copy_gmem_to_smem(h.at[(first + i * stride) // groups], hs.at[slot], full.at[slot])
+            plgpu.copy_gmem_to_smem(
+                h.at[(first + i * stride) // groups], hs.at[slot], full.at[slot]
+            )
 
         def issue(i):
             issue_w(i)
@@ -616,39 +573,6 @@ def _down_body(n: int, pairs: int, z: int, width: int, t: Tuning, interpret: boo
     return body
 
 
-# $0 address of the counter, $1 arrivals of all: this thread's warpgroup has come; wait for the rest
-_MEET = """
-{
-.reg .pred done;
-.reg .b32 seen;
-fence.acq_rel.gpu;
-red.release.gpu.global.add.u32 [$0], 1;
-again:
-ld.acquire.gpu.global.u32 seen, [$0];
-setp.ge.u32 done, seen, $1;
-@!done bra again;
-}
-"""
-
-
-def _meet(count: Any, arrivals: int) -> None:
-    """All warpgroups of all CTAs: what each has written to global memory is there behind it."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    def code(_: Any, ref: Any) -> None:
-        reg = common.Registers()
-        reg.ptx("fence.proxy.async.global;", volatile=True)
-        reg.barrier()
-        text = "{ .reg .pred one; .reg .b32 t; and.b32 t, $2, 127; setp.ne.u32 one, t, 0;"
-        text += " @one bra others;" + _MEET + "others: }"
-        at = reg.wide_add(reg.global_address(ref), reg.constant(4))
-        reg.ptx(text, at, reg.constant(arrivals), reg.thread(), volatile=True)
-        reg.barrier()
-        reg.ptx("fence.proxy.async.global;", volatile=True)
-
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(code)(count)
-
-
 def _both(
     latent: jax.Array,
     units: Units,
@@ -660,7 +584,12 @@ def _both(
     betas: tuple[float, float],
     t: Tuning,
 ) -> jax.Array:
-    """`gate_up` and `down` in one kernel; r [P, Z] bf16."""
+    """`gate_up` and `down` in one kernel; r [P, Z] bf16.
+
+    Their shared memory is the same, so a CTA asks for the first tiles of W2 when it is through with
+    W13, and waits for the other CTAs' h meanwhile.
+    """
+    from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     (n, z), wgs, block = latent.shape, t.warpgroups, _block(latent.shape[1])
@@ -676,7 +605,7 @@ def _both(
         plgpu.commit_smem()  # the CTA's shared memory gets another use
         plgpu.barrier_arrive(left.at[0])
         plgpu.barrier_wait(left.at[0])
-        meet = lambda: _meet(count, t.ctas * wgs)  # noqa: E731
+        meet = partial(meeting.meet, count.at[pl.ds(1, 1)], t.ctas * wgs)
         second(h, count, table, b, layer, r, ws_down, hs, rs, full_down, meet)
 
     call = common.kernel(

@@ -169,9 +169,10 @@ def query(
         eps,
     )
     factor = jnp.ones((1,), jnp.float32) if kv_scale is None else kv_scale.reshape(1)
-    layers = jnp.stack([jnp.asarray(x, jnp.int32) for x in (layer, cache_layer)])
+    # an operand each: putting them together would be a launch of its own
+    layers = common.layer_operand(layer), common.layer_operand(cache_layer)
     call = _build(s, width, query_dtype(cache.dtype), interpret)
-    return call(q, kv_a, kv_b, norm, cache, layers, place, factor).reshape(n // tokens, -1, row)
+    return call(q, kv_a, kv_b, norm, cache, *layers, place, factor).reshape(n // tokens, -1, row)
 
 
 @dataclass(frozen=True)
@@ -241,7 +242,8 @@ def _body(s: _Sizes, width: int, dtype: Any, even: bool) -> Any:
         kv_b,  # bf16 [L, H (nope + V), latent]
         norm,  # bf16 [latent]
         cache,  # bf16 or e4m3 [L, P, page, row]
-        layers,  # i32 [2]: of kv_b, of the cache
+        layer,  # i32 [1], of kv_b
+        cache_layer,  # i32 [1], of the cache
         place,  # i32 [N]
         factor,  # f32 [1]
         y,  # bf16 or f16 [N, .. row] or [B, columns, row]
@@ -260,7 +262,7 @@ def _body(s: _Sizes, width: int, dtype: Any, even: bool) -> Any:
 
         def absorb():
             at = head * (s.nope + TILE)
-            block = kv_b.at[layers[0], pl.ds(head * s.per_head, s.nope), pl.ds(tile * TILE, TILE)]
+            block = kv_b.at[layer[0], pl.ds(head * s.per_head, s.nope), pl.ds(tile * TILE, TILE)]
             plgpu.copy_gmem_to_smem(block, ws, pair.at[0])
             plgpu.copy_gmem_to_smem(q.at[rows, pl.ds(at, s.nope)], xs, pair.at[0])
             plgpu.barrier_wait(pair.at[0])
@@ -311,7 +313,7 @@ def _body(s: _Sizes, width: int, dtype: Any, even: bool) -> Any:
 
                 @pl.when((first + i < s.n) & (where >= 0))
                 def _(i=i, where=where, new=new):
-                    at = layers[1], where // s.page, lax.rem(where, s.page)
+                    at = cache_layer[0], where // s.page, lax.rem(where, s.page)
                     cache[*at, pl.ds(0, s.latent)] = new
                     tail = cache.at[*at, pl.ds(s.latent, TILE)]
                     plgpu.copy_smem_to_gmem(new_tails.at[i], tail)

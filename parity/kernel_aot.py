@@ -19,6 +19,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,13 @@ def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
             out[f"experts.tp{ranks}.rows{m}"] = (
                 lambda *a, width=width: experts.experts(*a, width=width, betas=situ),
                 (s(bf16, m, z), s(i32, m, 16), s(f32, m, 16), w13, w2, layer),
+            )
+            one = replace(experts.default_tuning(m, width, z), one_kernel=True)
+            out[f"experts.one_kernel.tp{ranks}.rows{m}"] = (
+                lambda *a, width=width, one=one: experts.experts(
+                    *a, width=width, betas=situ, tuning=one
+                ),
+                out[f"experts.tp{ranks}.rows{m}"][1],
             )
     for batch, tokens, commit in ((1, 1, True), (1, 8, False), (64, 1, True), (8, 8, False)):
         out[f"kda.tp16.batch{batch}.tokens{tokens}"] = (

@@ -9,7 +9,7 @@ import pytest
 
 from jax_impl.numerics import Numerics
 from jax_impl.ops.experts import ExpertWeights, routed_experts
-from pallas_kernels import common, experts, mxfp4, units
+from pallas_kernels import common, experts, experts_pack, mxfp4, units
 from parity.kernel_env import needs_interpreter, same
 
 BETAS = (4.0, 25.0)
@@ -33,7 +33,7 @@ def test_experts(n, width, z):
     """Against the standard path: one row, rows that share experts, rows beyond eight."""
     rng = np.random.default_rng(n)
     raw = raw_weights(rng, width, z)
-    w13, w2 = experts.pack(*raw)
+    w13, w2 = experts_pack.pack(*raw)
     x = jnp.asarray(rng.standard_normal((n, z)), jnp.bfloat16)
     ids = jnp.asarray(np.stack([rng.permutation(E)[:K] for _ in range(n)]), jnp.int32)
     weights = jnp.asarray(rng.random((n, K)), jnp.float32)
@@ -59,7 +59,7 @@ def test_experts(n, width, z):
 def test_reference_equals_the_standard_path():
     rng = np.random.default_rng(0)
     raw = raw_weights(rng, 192)
-    w13, w2 = experts.pack(*raw)
+    w13, w2 = experts_pack.pack(*raw)
     x = jnp.asarray(rng.standard_normal((2, Z)), jnp.bfloat16)
     ids = jnp.asarray([[0, 3, 5], [3, 1, 2]], jnp.int32)
     weights = jnp.asarray(rng.random((2, K)), jnp.float32)

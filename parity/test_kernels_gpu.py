@@ -3,12 +3,24 @@
 Figures and the comparison with float64 at every real shape are `python -m bench ops`.
 """
 
+from dataclasses import replace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import attn_res, experts, kda, latent_up, mxfp4, route, skinny, units
+from pallas_kernels import (
+    attn_res,
+    experts,
+    experts_pack,
+    kda,
+    latent_up,
+    mxfp4,
+    route,
+    skinny,
+    units,
+)
 from parity.kernel_env import needs_gpu, same
 from parity.kernel_inputs import kda_inputs
 
@@ -105,10 +117,12 @@ def test_decode_is_exact():
     assert np.isinf(got[~finite]).all() and (~finite).sum() < 64
 
 
+@pytest.mark.parametrize("one_kernel", [False, True])
 @pytest.mark.parametrize(
-    ("n", "width", "z"), [(1, 192, 3584), (7, 384, 3584), (40, 192, 3584), (7, 256, 256)]
+    ("n", "width", "z"),
+    [(1, 192, 3584), (7, 384, 3584), (40, 192, 3584), (7, 256, 256), (3, 64, 64)],
 )
-def test_experts(n, width, z):
+def test_experts(n, width, z, one_kernel):
     """All scale bytes that keep the sums finite; up to 40 rows of one expert; a row of NaN."""
     e, k = 20, 4
     rng = np.random.default_rng(n)
@@ -126,14 +140,15 @@ def test_experts(n, width, z):
         rng.integers(0, 256, (e, z, width // 2), dtype=np.uint8),
         scales(e, z, width // 32),
     ]
-    w13, w2 = (a[None] for a in experts.pack(*raw))
+    w13, w2 = (a[None] for a in experts_pack.pack(*raw))
     assert w2.shape[1:] == (e * z // 64, mxfp4.tile_lines(width), 32)
     x = with_nan_row(normal(1, n, z))
     ids = np.stack([1 + rng.permutation(e - 1)[:k] for _ in range(n)])
     ids[:, 0] = 0
     ids = jnp.asarray(ids, jnp.int32)
     weights = jax.random.uniform(jax.random.key(2), (n, k))
-    call = jax.jit(lambda *a: experts.experts(*a, 0, width=width, betas=SITU))
+    tuning = replace(experts.default_tuning(n, width, z), one_kernel=one_kernel)
+    call = jax.jit(lambda *a: experts.experts(*a, 0, width=width, betas=SITU, tuning=tuning))
     got = call(x, ids, weights, w13, w2)
     want = experts.reference(x, ids, weights, w13, w2, width=width, betas=SITU)
     for columns in (slice(0, 1), slice(1, 2), slice(2, None)):  # of very different size
@@ -154,7 +169,7 @@ def test_layer_beyond_two_to_the_31():
         jax.random.bits(jax.random.key(2), (e, z, width // 2), jnp.uint8),
         jax.random.randint(jax.random.key(3), (e, z, width // 32), 114, 122).astype(jnp.uint8),
     ]
-    a, b = jax.jit(experts.pack)(*one)
+    a, b = jax.jit(experts_pack.pack)(*one)
     w13 = jnp.zeros((layers, *a.shape), jnp.uint32).at[layers - 1].set(a)
     w2 = jnp.zeros((layers, *b.shape), jnp.uint32).at[layers - 1].set(b)
     assert w2.size == layers * e * per2

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jax_impl.ops.mxfp4 import dequantise
-from pallas_kernels import experts, mxfp4
+from pallas_kernels import experts_pack, mxfp4
 
 
 def random_matrix(rows, k, seed=0):
@@ -95,7 +95,7 @@ def test_expert_stacks_round_trip(width):
             (2, e, z, width // 32),
         )
     ]
-    w13, w2 = experts.pack(*raw)
+    w13, w2 = experts_pack.pack(*raw)
     assert w13.shape == (2, e * width // 32, mxfp4.tile_lines(z), 32)
-    back = experts.unpack(w13, w2, width=width, latent=z)
+    back = experts_pack.unpack(w13, w2, width=width, latent=z)
     assert all((np.asarray(a) == b).all() for a, b in zip(back, raw, strict=True))

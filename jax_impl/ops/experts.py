@@ -47,7 +47,7 @@ class PackedExperts(NamedTuple):
 
     def chosen(self, ids: jax.Array) -> ExpertWeights:
         """Those of `ids` in the checkpoint's order."""
-        from pallas_kernels.experts import unpack
+        from pallas_kernels.experts_pack import unpack
 
         tiles = [a.reshape(self.number, -1, *a.shape[1:])[ids] for a in self[:2]]
         found = unpack(*tiles, width=self.width, latent=self.latent)

@@ -11,6 +11,7 @@ from pallas_kernels import (
     attn_res,
     common,
     experts,
+    experts_pack,
     kda,
     kda_commit,
     latent_up,
@@ -87,7 +88,7 @@ def _stages(c: ModelConfig, run: RunConfig, ranks: int, n: int) -> dict[str, lis
             f"expert width {width} per rank and latent width {z}: expected multiples of 64"
         ]
     else:
-        tiles = c.num_experts * width // experts.HALF, c.num_experts * z // mxfp4.ROWS
+        tiles = c.num_experts * width // experts_pack.HALF, c.num_experts * z // mxfp4.ROWS
         out["experts"] += experts.limits(
             _s(bf16, n, z), _s(i32, n, c.num_experts_per_token),
             _s(jnp.uint32, 1, tiles[0], mxfp4.tile_lines(z), mxfp4.LINE),
