@@ -15,8 +15,8 @@ SMALL = ("skinny.o_proj.rows8", "skinny.kda_in.rows64", "attn_res.two_deltas.row
          "topk.shared.rows8", "vocab.markov.rows8", "experts.tp16.rows8",
          "experts.one_kernel.tp16.rows8", "kda.tp16.batch1.tokens8",
          "mla.tp16.rows8.tokens8.float8_e4m3fn")  # fmt: skip
-BODIES = ("skinny", "attn_res", "topk", "vocab", "plan", "experts", "experts_gate_up", "experts_down", "kda",
-          "mla_query", "mla_attend", "mla_value")  # fmt: skip
+BODIES = ("skinny", "attn_res", "topk", "vocab", "plan", "experts", "experts_gate_up",
+          "experts_down", "kda", "mla_query", "mla_attend", "mla_value")  # fmt: skip
 
 
 def compiled(*options):
