@@ -40,6 +40,12 @@ def architecture(device: jax.Device | None = None) -> str:
     return "cpu" if capability is None else "sm_" + str(capability).replace(".", "")
 
 
+def cores(device: jax.Device | None = None) -> int | None:
+    """Multiprocessors of a device, by default as in `architecture`; None where there is no GPU."""
+    device = device or jax.config.jax_default_device or jax.devices()[0]
+    return getattr(device, "core_count", None)
+
+
 def blackwell() -> bool:
     """Whether kernels are built for a GPU with tensor memory (sm_100 and later)."""
     name = architecture()
@@ -129,7 +135,8 @@ def tref(ref: Any, perm: tuple[int, ...] = (1, 0)) -> Any:
 def store(ref: Any, value: jax.Array) -> None:
     """`ref[...] = value`, also where threads of a warp meet in one bank of shared memory.
 
-    JAX 0.12 infers no layout for such a store unless it is told that it may be slow.
+    Or write parts of a line of global memory. JAX 0.12 refuses both unless told that they may be
+    slow.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 

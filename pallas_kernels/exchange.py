@@ -3,7 +3,8 @@
     all_gather  x [S], 4 bytes per element, on each of R ranks -> [R, S], in rank order
     all_reduce  x f32 [S] on each rank -> their sum, f32 [S]
 
-Called inside a `shard_map` over `axis` without the check of varying axes. No multicast. Sums are
+Called inside a `shard_map` over a mesh of the one axis, without the check of varying axes. No
+multicast. Sums are
 added in rank order, each element on one rank or on all from the same numbers, so that all ranks
 hold the same bits; XLA's `psum` promises no order. Nothing is rounded.
 
@@ -19,7 +20,6 @@ Several processes: all that peers reach lies in symmetric memory then, which JAX
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -32,7 +32,8 @@ from jax import lax
 from pallas_kernels import common
 
 CHUNK = 512  # elements that a CTA moves at once, 16 bytes per thread
-MAX_CTAS = 128  # all CTAs wait for their likes on the peers, so all must be resident
+MAX_CTAS = 128  # all wait for their likes on the peers, so all must be resident: of few registers
+# and without shared memory, several fit on a multiprocessor
 ONE_SHOT_BYTES = 1 << 20  # that a rank sends; 1 us of NVLink 5, the price of a second meeting
 
 
@@ -66,8 +67,12 @@ def reduce_reference(x: jax.Array) -> jax.Array:
 
 
 def two_shots(size: int, ranks: int) -> bool:
-    """Whether a sum of `size` elements is added piece by piece, each on one rank."""
-    return size * 4 * (ranks - 1) > ONE_SHOT_BYTES and size % (ranks * CHUNK) == 0
+    """Whether a sum of `size` elements is added piece by piece, each on one rank.
+
+    Two ranks would send the same bytes and meet twice.
+    """
+    large = size * 4 * (ranks - 1) > ONE_SHOT_BYTES
+    return ranks > 2 and large and size % (ranks * CHUNK) == 0
 
 
 @dataclass(frozen=True)
@@ -94,13 +99,10 @@ class _Wire:
     def meet(self, arrived: Any) -> None:
         """Tell every peer that all was sent, and wait until all of them have told so."""
         from jax.experimental import pallas as pl
-        from jax.experimental.pallas import mosaic_gpu as plgpu
 
-        peers = [lax.rem(self.me + step, self.ranks) for step in range(1, self.ranks)]
-        # one fence for all signals, behind everything that was written
-        plgpu.semaphore_signal_parallel(
-            *(plgpu.SemaphoreSignal(arrived, device_id=peer) for peer in peers)
-        )
+        # a release each: `semaphore_signal_parallel` fences behind each signal, not before
+        for step in range(1, self.ranks):
+            pl.semaphore_signal(arrived, device_id=lax.rem(self.me + step, self.ranks))
         pl.semaphore_wait(arrived, self.ranks - 1)
 
 
@@ -154,6 +156,7 @@ def all_gather(
         ValueError: `limits` are not met.
     """
     size = x.shape[-1]
+    _require("k3_all_gather", x, ranks, multi_process, interpret)
     phases = [(_send, (ranks, size), True)]
     return _run("k3_all_gather", x, axis, ranks, size, phases, multi_process, interpret)
 
@@ -171,8 +174,8 @@ def all_reduce(
     Raises:
         ValueError: `limits` are not met.
     """
-    size = x.shape[-1]
-    shape = x.shape
+    size, shape = x.shape[-1], x.shape
+    _require("k3_all_reduce", x, ranks, multi_process, interpret, jnp.float32)
     if two_shots(size, ranks):
         size //= ranks
         pieces = (ranks, size)
@@ -182,6 +185,16 @@ def all_reduce(
         phases = [(_send, (ranks, size), True), (_add, (size,), False)]
     y = _run("k3_all_reduce", x, axis, ranks, size, phases, multi_process, interpret)
     return y.reshape(shape)
+
+
+def _require(
+    name: str, x: jax.Array, ranks: int, multi_process: bool, interpret: bool, dtype: Any = None
+) -> None:
+    own = jax.ShapeDtypeStruct(x.shape[1:] if interpret else x.shape, x.dtype)
+    reasons = limits(own, ranks, multi_process=multi_process)
+    if dtype is not None:
+        common.expect(reasons, "dtype of x", x.dtype, jnp.dtype(dtype), x.dtype == dtype)
+    common.require(reasons, name)
 
 
 def _run(
@@ -197,9 +210,6 @@ def _run(
     """The phases (each with its target's shape and whether it sends) over `size` elements."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    flat = jax.ShapeDtypeStruct((math.prod(x.shape[1:] if interpret else x.shape),), x.dtype)
-    common.require(limits(flat, ranks, multi_process=multi_process), name)
 
     chunks = size // CHUNK
 

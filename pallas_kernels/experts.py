@@ -117,6 +117,9 @@ def limits(
     common.expect(out, "shape of w13", w13.shape[1:], wanted, w13.shape[1:] == wanted)
     wanted = (experts * tiles2, mxfp4.tile_lines(width), mxfp4.LINE)
     common.expect(out, "shape of w2", w2.shape[1:], wanted, w2.shape[1:] == wanted)
+    if t.one_kernel:  # or those CTAs that have a place would wait for ever
+        cores = common.cores() or t.ctas
+        common.expect(out, "CTAs that meet", t.ctas, f"at most {cores}", t.ctas <= cores)
     lines = t.down_tiles * mxfp4.tile_lines(width)
     common.expect(out, "lines per copy of w2", lines, "at most 256", lines <= 256)
     used = max(_gate_up_bytes(z, t), _down_bytes(width, t))
@@ -466,7 +469,7 @@ def down(
     span = t.down_tiles * mxfp4.ROWS
     lines = mxfp4.tile_lines(width)
     call = common.kernel(
-        _down_body(rows, pairs, latent, width, t, interpret),
+        _down_body(rows, pairs, latent, width, t, wgs, interpret),
         "k3_experts_down",
         interpret=interpret,
         out_type=jax.ShapeDtypeStruct((pairs, latent), bf16),
@@ -484,11 +487,11 @@ def down(
     return call(h, units.count, units.table, w2, common.layer_operand(layer))
 
 
-def _down_body(n: int, pairs: int, z: int, width: int, t: Tuning, interpret: bool) -> Any:
+def _down_body(n: int, pairs: int, z: int, width: int, t: Tuning, wgs: int, interpret: bool) -> Any:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    wgs, depth = t.warpgroups if t.one_kernel else t.down_warpgroups, t.down_stages
+    depth = t.down_stages
     span = t.down_tiles * mxfp4.ROWS
     groups = z // span  # items per unit
 
@@ -595,7 +598,7 @@ def _both(
     (n, z), wgs, block = latent.shape, t.warpgroups, _block(latent.shape[1])
     pairs, bf16, f32, u32 = units.table.shape[0], jnp.bfloat16, jnp.float32, jnp.uint32
     first = _gate_up_body(n, z, k, width, betas, t, False)
-    second = _down_body(n, pairs, z, width, t, False)
+    second = _down_body(n, pairs, z, width, t, wgs, False)
     ring, lines = wgs * t.down_stages, mxfp4.tile_lines(width)
     line = mxfp4.LINE
 

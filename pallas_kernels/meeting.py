@@ -1,8 +1,8 @@
 """All CTAs of a running kernel wait for each other, so that one kernel can have several phases.
 
-The counter is a global i32 that is 0 when the kernel starts, made so by a kernel before it: what
-Pallas offers for this, a semaphore, costs a launch of its own that clears it. Every CTA must be
-resident, or those that are wait for ever.
+The counter is a global i32 that is 0 when the kernel starts, best made so by a kernel before it:
+what Pallas offers for this, a semaphore, costs a launch of its own that clears it. Every CTA must
+be resident, or those that are wait for ever.
 """
 
 from __future__ import annotations

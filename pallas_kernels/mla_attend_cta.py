@@ -188,7 +188,8 @@ def _body(s: Sizes, t: Tuning, interpret: bool) -> Any:
         @pl.when((wg == 0) & (count == 0))
         def _():
             nothing = jnp.full((t.columns,), -jnp.inf, jnp.float32)
-            lse[sequence, group, split] = plgpu.layout_cast(nothing, plgpu.Layout.WGMMA.reduce(0))
+            low = plgpu.layout_cast(nothing, plgpu.Layout.WGMMA.reduce(0))
+            common.store(lse.at[sequence, group, split], low)
 
     return body
 
@@ -262,7 +263,7 @@ def _attend(c: _Cta) -> None:
         p = jnp.exp2(score - across(finite, TILE)).astype(s.dtype)
         keep = jnp.exp2(top - finite)
         mass = mass * across(keep, TILE) + p.astype(jnp.float32)
-        common.tref(c.ps.at[c.wg])[...] = p
+        common.store(common.tref(c.ps.at[c.wg]), p)
         plgpu.commit_smem()
         after = []
         for j, old in enumerate(sums):
@@ -292,7 +293,7 @@ def _attend(c: _Cta) -> None:
     @pl.when(c.wg == 0)
     def _():
         found = (top + jnp.log2(jnp.where(total == 0.0, 1.0, total))) * (1 / LOG2E)
-        c.lse[c.sequence, c.group, c.split] = found
+        common.store(c.lse.at[c.sequence, c.group, c.split], found)
 
 
 def _limits_of_columns(c: _Cta) -> jax.Array:

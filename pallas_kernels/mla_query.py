@@ -272,7 +272,7 @@ def _body(s: _Sizes, width: int, dtype: Any, even: bool) -> Any:
                 lambda start, size: common.tref(xs.at[:, pl.ds(start, size)]),
                 *(TILE, width, s.nope),
             )
-            common.tref(ys)[...] = query_value(z.astype(jnp.bfloat16))
+            common.store(common.tref(ys), query_value(z.astype(jnp.bfloat16)))
             store()
 
         def rope():

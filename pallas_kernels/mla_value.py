@@ -229,7 +229,7 @@ def _body(s: _Sizes, t: Tuning) -> Any:
         lax.fori_loop(0, t.rows, merge_row, None)
         plgpu.commit_smem()
         x = plgpu.load(common.tref(merged.at[:, mine]), layout=layout, optimized=False)
-        common.tref(xs.at[:, mine])[...] = x
+        common.store(common.tref(xs.at[:, mine]), x)
         plgpu.commit_smem()
         plgpu.barrier_arrive(done.at[0])
 
@@ -251,7 +251,7 @@ def _body(s: _Sizes, t: Tuning) -> Any:
             for i in range(t.rows):
                 alive = jnp.where(number == i, ends[where(i)], alive)
             z = jnp.where(alive > 0, z, jnp.zeros_like(z))  # a select: a pad row's gate may be NaN
-            common.tref(ys)[...] = z.astype(jnp.bfloat16)
+            common.store(common.tref(ys), z.astype(jnp.bfloat16))
             plgpu.commit_smem()
             rows = pl.ds(first, t.rows)
             plgpu.copy_smem_to_gmem(ys.at[pl.ds(0, t.rows)], y.at[rows, columns])

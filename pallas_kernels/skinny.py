@@ -414,10 +414,9 @@ class Cta:
     """One CTA while its kernel is traced: sizes, places, refs.
 
     x bf16 [M, K]; layer i32 [1]; with a norm (scale: numbers of a row, eps) norm bf16 [L or 1, K].
-    Scratch:
-    ws bf16 [ring, tile, step], xs bf16 [ring, width, step], sums f32 [warpgroups, tile, width],
-    squares f32 [warpgroups, width / 8, 16] with a norm; with tcgen05 acc f32 [128, width] in tensor
-    memory and its barriers read and complete.
+    Scratch: ws bf16 [ring, tile, step], xs bf16 [ring, width, step], sums f32 [warpgroups, tile,
+    width], squares f32 [warpgroups, width / 8, 16] with a norm; with tcgen05 acc f32 [128, width]
+    in tensor memory and its barriers read and complete.
     """
 
     k: int

@@ -27,6 +27,7 @@ TARGETS = {  # cores, compute capability, L2 and memory bytes, name
     "h200": (132, (9, 0), 62914560, 150 << 30, "NVIDIA H200"),
     "gb300": (152, (10, 3), 135528448, 276 << 30, "NVIDIA GB300"),
 }
+SYMMETRIC = ":S(7)"  # how a compiled program marks arrays in symmetric memory
 MAY_SPILL: set[str] = set()  # kernels that keep more than the registers hold, by design
 
 
@@ -194,8 +195,13 @@ def _small_cases(m: int) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]
     }
 
 
-def exchange_cases(ranks: int) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
-    """A layer's exchanges over `ranks`, to be called in a `shard_map`; arguments of one rank."""
+def exchange_cases(
+    ranks: int, hosts: int = 1
+) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """A layer's exchanges over `ranks`, to be called in a `shard_map`; arguments of one rank.
+
+    On several hosts there is a process each.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -212,7 +218,7 @@ def exchange_cases(ranks: int) -> dict[str, tuple[Callable[..., Any], tuple[Any,
         ):
             size = -(-m * width // chunk) * chunk
             out[f"exchange.{name}.rows{m}"] = (
-                lambda x, call=call: call(x, "x", ranks),
+                lambda x, call=call: call(x, "x", ranks, multi_process=hosts > 1),
                 (jax.ShapeDtypeStruct((size,), dtype),),
             )
     return out
@@ -257,7 +263,9 @@ def compile_case(
         call = jax.shard_map(call, mesh=mesh, in_specs=cut, out_specs=cut, check_vma=False)
     with tempfile.TemporaryDirectory() as name:
         with _reports(Path(name)), jax.default_device(topology.devices[0]):
-            jax.jit(call).lower(*placed).compile()
+            text = jax.jit(call).lower(*placed).compile().as_text() or ""
+        if hosts > 1 and SYMMETRIC not in text:
+            raise RuntimeError("what other processes write to does not lie in symmetric memory")
         lines = []
         for file in sorted(Path(name).glob("*.ptxas")):
             text = file.read_text()
@@ -286,7 +294,7 @@ def main(argv: list[str] | None = None) -> int:
     os.environ["PATH"] += os.pathsep + str(folder / "bin")
     bad = 0
     ranks = args.hosts * args.gpus
-    every = exchange_cases(ranks) if ranks > 1 else cases() | mla_cases()
+    every = exchange_cases(ranks, args.hosts) if ranks > 1 else cases() | mla_cases()
     chosen = [name for name in every if any(part in name for part in args.match)]
     if not chosen:
         known = ", ".join(every)

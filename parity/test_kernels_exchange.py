@@ -19,7 +19,7 @@ def operand(size, dtype=jnp.float32, ranks=RANKS):
     """Numbers of very different size, so that another order of adding gives other bits."""
     rng = np.random.default_rng(size)
     x = rng.standard_normal((ranks, size)) * 10.0 ** rng.integers(-6, 6, (ranks, size))
-    return jnp.asarray(x, jnp.float32).astype(jnp.float32).view(dtype)
+    return jnp.asarray(x, jnp.float32).view(dtype)
 
 
 def equal_bits(got, want):
@@ -56,7 +56,7 @@ def test_reduce(shots, monkeypatch):
         (7168, 16, False),  # one row: 430 KB sent in one shot, 27 KB in two
         (8 * 7168, 16, True),
         (64 * 10752, 16, True),
-        (8 * 7168, 2, False),  # two ranks send the same either way
+        (64 * 7168, 2, False),  # two ranks send the same either way
         (8 * 7168 + 512, 16, False),  # no 16 equal pieces
     ],
 )
@@ -67,8 +67,11 @@ def test_large_sums_go_in_two_shots(size, ranks, two):
 def test_limits_name_everything_at_once():
     bad = exchange.limits(jax.ShapeDtypeStruct((2, 100), jnp.bfloat16), 1)
     assert [b.split(":")[0] for b in bad] == ["rank of x", "bytes per element", "ranks", "elements"]
-    with pytest.raises(ValueError, match="elements: found 100, expected a multiple of 512"):
-        exchange.all_reduce(jnp.zeros((2, 100)), "x", 2, interpret=True)
+    wrong = "elements: found 100, expected a multiple of 512; dtype of x: found uint32, expected"
+    with pytest.raises(ValueError, match=wrong):
+        exchange.all_reduce(jnp.zeros((2, 100), jnp.uint32), "x", 2, interpret=True)
+    with pytest.raises(ValueError, match="rank of x: found 2, expected 1"):
+        exchange.all_gather(jnp.zeros((2, 512)), "x", 2)
     good = jax.ShapeDtypeStruct((512,), jnp.float32)
     several = exchange.limits(good, 16, multi_process=True)
     assert bool(several) == (jax.__version_info__ < (0, 12)) and not exchange.limits(good, 16)
