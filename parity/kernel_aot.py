@@ -149,9 +149,11 @@ def mla_cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
                 name = f"mla.tp{ranks}.rows{batch * tokens}.tokens{tokens}.{jnp.dtype(dtype).name}"
                 case = mla_inputs.shapes(batch, tokens, heads, dtype, scale)
                 leaves, tree = jax.tree.flatten((case.arrays, case.cache))
-                step = mla_inputs.kernels(case)
+                # cut while it is traced, when the device that it is for is known
                 out[name] = (
-                    lambda i, *xs, step=step, tree=tree: step(*jax.tree.unflatten(tree, xs), i),
+                    lambda i, *xs, case=case, tree=tree: mla_inputs.kernels(case)(
+                        *jax.tree.unflatten(tree, xs), i
+                    ),
                     (jax.ShapeDtypeStruct((), jnp.int32), *leaves),
                 )
     return out
