@@ -168,7 +168,7 @@ def attn_res(
     missing = -real % SPANS[-1]
     if missing:
         prefix, snapshots, delta, shared, res_norm, res_proj, norm = (
-            None if a is None else jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, missing)])
+            None if a is None else common.filled(a, SPANS[-1])
             for a in (prefix, snapshots, delta, shared, res_norm, res_proj, norm)
         )
     d = real + missing

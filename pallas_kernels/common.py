@@ -165,6 +165,11 @@ def round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
+def filled(a: jax.Array, multiple: int) -> jax.Array:
+    """The array with zeros behind its last axis, up to a multiple: a copy, for small models."""
+    return jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, -a.shape[-1] % multiple)])
+
+
 def literal(value: float) -> str:
     """An f32 number as PTX writes it."""
     return f"0f{int(np.float32(value).view(np.uint32)):08X}"

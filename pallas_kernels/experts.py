@@ -225,11 +225,8 @@ def gate_up(
     interpret: bool = False,
 ) -> jax.Array:
     """H [U, m/32, 8, 32] bf16 = SiTU(W13 x) of every unit, as `mxfp4.multiply` reads it, lifted."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     n, z = latent.shape
-    t, wgs, block = tuning, tuning.warpgroups, _block(z)
-    bf16, f32 = jnp.bfloat16, jnp.float32
+    t, bf16 = tuning, jnp.bfloat16
     call = common.kernel(
         _gate_up_body(n, z, k, width, betas, t, interpret),
         "k3_experts_gate_up",
@@ -237,18 +234,32 @@ def gate_up(
         out_type=jax.ShapeDtypeStruct((units.table.shape[0], width // HALF, COLUMNS, HALF), bf16),
         grid=(t.ctas,),
         grid_names=("cta",),
-        num_threads=wgs,
+        num_threads=t.warpgroups,
         thread_name="wg",
-        scratch_types=dict(
-            ws=plgpu.SMEM((z // block, mxfp4.tile_lines(block), mxfp4.LINE), jnp.uint32),
-            xs=plgpu.SMEM((z // 32, COLUMNS, 32), bf16),
-            sums=plgpu.SMEM((t.finishers, wgs, mxfp4.ROWS, COLUMNS), f32),
-            full=plgpu.Barrier(num_barriers=z // block),
-            done=plgpu.Barrier(num_barriers=t.finishers, num_arrivals=wgs),
-            free=plgpu.Barrier(num_barriers=t.finishers),
-        ),
+        scratch_types=_gate_up_memory(z, t) | _gate_up_barriers(z, t),
     )
     return call(latent, units.count, units.table, w13, common.layer_operand(layer))
+
+
+def _gate_up_memory(z: int, t: Tuning) -> dict[str, Any]:
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    block = _block(z)
+    return dict(
+        ws=plgpu.SMEM((z // block, mxfp4.tile_lines(block), mxfp4.LINE), jnp.uint32),
+        xs=plgpu.SMEM((z // 32, COLUMNS, 32), jnp.bfloat16),
+        sums=plgpu.SMEM((t.finishers, t.warpgroups, mxfp4.ROWS, COLUMNS), jnp.float32),
+    )
+
+
+def _gate_up_barriers(z: int, t: Tuning) -> dict[str, Any]:
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    return dict(
+        full=plgpu.Barrier(num_barriers=z // _block(z)),
+        done=plgpu.Barrier(num_barriers=t.finishers, num_arrivals=t.warpgroups),
+        free=plgpu.Barrier(num_barriers=t.finishers),
+    )
 
 
 def _gate_up_body(
@@ -464,10 +475,7 @@ def down(
 
     pairs, width = h.shape[0], h.shape[1] * HALF
     t, wgs = tuning, tuning.down_warpgroups
-    ring = wgs * t.down_stages
     bf16 = jnp.bfloat16
-    span = t.down_tiles * mxfp4.ROWS
-    lines = mxfp4.tile_lines(width)
     call = common.kernel(
         _down_body(rows, pairs, latent, width, t, wgs, interpret),
         "k3_experts_down",
@@ -477,14 +485,21 @@ def down(
         grid_names=("cta",),
         num_threads=wgs,
         thread_name="wg",
-        scratch_types=dict(
-            ws=plgpu.SMEM((ring, t.down_tiles, lines, mxfp4.LINE), jnp.uint32),
-            hs=plgpu.SMEM((ring, width // 32, COLUMNS, 32), bf16),
-            rs=plgpu.SMEM((wgs, COLUMNS, span), bf16),
-            full=plgpu.Barrier(num_barriers=ring, num_arrivals=2),
-        ),
+        scratch_types=_down_memory(width, t, wgs)
+        | dict(full=plgpu.Barrier(num_barriers=wgs * t.down_stages, num_arrivals=2)),
     )
     return call(h, units.count, units.table, w2, common.layer_operand(layer))
+
+
+def _down_memory(width: int, t: Tuning, wgs: int) -> dict[str, Any]:
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    ring, span = wgs * t.down_stages, t.down_tiles * mxfp4.ROWS
+    return dict(
+        ws=plgpu.SMEM((ring, t.down_tiles, mxfp4.tile_lines(width), mxfp4.LINE), jnp.uint32),
+        hs=plgpu.SMEM((ring, width // 32, COLUMNS, 32), jnp.bfloat16),
+        rs=plgpu.SMEM((wgs, COLUMNS, span), jnp.bfloat16),
+    )
 
 
 def _down_body(n: int, pairs: int, z: int, width: int, t: Tuning, wgs: int, interpret: bool) -> Any:
@@ -595,12 +610,10 @@ def _both(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    (n, z), wgs, block = latent.shape, t.warpgroups, _block(latent.shape[1])
-    pairs, bf16, f32, u32 = units.table.shape[0], jnp.bfloat16, jnp.float32, jnp.uint32
+    (n, z), wgs = latent.shape, t.warpgroups
+    pairs, bf16 = units.table.shape[0], jnp.bfloat16
     first = _gate_up_body(n, z, k, width, betas, t, False)
     second = _down_body(n, pairs, z, width, t, wgs, False)
-    ring, lines = wgs * t.down_stages, mxfp4.tile_lines(width)
-    line = mxfp4.LINE
 
     def body(x, table, a, b, layer, count, h, r, *, memory, full, done, free, left, full_down):
         (ws, xs, sums), (ws_down, hs, rs) = memory
@@ -624,22 +637,11 @@ def _both(
         thread_name="wg",
         scratch_types=dict(
             memory=plgpu.RefUnion(
-                [
-                    plgpu.SMEM((z // block, mxfp4.tile_lines(block), line), u32),
-                    plgpu.SMEM((z // 32, COLUMNS, 32), bf16),
-                    plgpu.SMEM((t.finishers, wgs, mxfp4.ROWS, COLUMNS), f32),
-                ],
-                [
-                    plgpu.SMEM((ring, t.down_tiles, lines, line), u32),
-                    plgpu.SMEM((ring, width // 32, COLUMNS, 32), bf16),
-                    plgpu.SMEM((wgs, COLUMNS, t.down_tiles * mxfp4.ROWS), bf16),
-                ],
+                list(_gate_up_memory(z, t).values()), list(_down_memory(width, t, wgs).values())
             ),
-            full=plgpu.Barrier(num_barriers=z // block),
-            done=plgpu.Barrier(num_barriers=t.finishers, num_arrivals=wgs),
-            free=plgpu.Barrier(num_barriers=t.finishers),
+            **_gate_up_barriers(z, t),
             left=plgpu.Barrier(num_barriers=1, num_arrivals=wgs),
-            full_down=plgpu.Barrier(num_barriers=ring, num_arrivals=2),
+            full_down=plgpu.Barrier(num_barriers=wgs * t.down_stages, num_arrivals=2),
         ),
     )
     count = jax.new_ref(units.count)

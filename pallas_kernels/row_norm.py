@@ -70,17 +70,6 @@ def _layout(width: int) -> Any:
     return plgpu.Layout.WG_STRIDED((16 * width,), vec_size=1)
 
 
-def filled(
-    x: jax.Array, ws: list[jax.Array], norm: tuple[jax.Array, float]
-) -> tuple[jax.Array, list[jax.Array], tuple[jax.Array, float]]:
-    """Zeros along K up to whole steps: copies, for the small models that need them."""
-
-    def fill(a: jax.Array) -> jax.Array:
-        return jnp.pad(a, [(0, 0)] * (a.ndim - 1) + [(0, -a.shape[-1] % STEP)])
-
-    return fill(x), [fill(w) for w in ws], (fill(norm[0]), norm[1])
-
-
 def no_squares(width: int) -> jax.Array:
     """Sums of squares to start from, one per thread and 8 rows."""
     from jax.experimental.pallas import mosaic_gpu as plgpu

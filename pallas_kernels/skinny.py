@@ -287,8 +287,8 @@ def projections(
     sizes = [p.rows for p in items]
     ws = [p.w for p in items]
     if norm is not None and k % row_norm.STEP:
-        x, ws, norm = row_norm.filled(x[:, :k], ws, norm)
-        k = x.shape[1]
+        x, *ws, weight = (common.filled(a, row_norm.STEP) for a in (x[:, :k], *ws, norm[0]))
+        k, norm = x.shape[1], (weight, norm[1])
     t = tuning or default_tuning(m, sizes, k, common.blackwell(), norm is not None)
     kinds = tuple(p.kind(t.tile) for p in items)
     if interpret:
