@@ -107,7 +107,7 @@ def latent_up_case(m: int, ranks: int, seed: int, layers: int | None = None) -> 
     key = jax.random.key(seed)
     x, norm = normal(key, (m, k)), normal(jax.random.fold_in(key, 1), (k,))
     w = jnp.stack([normal(jax.random.fold_in(key, i), (n, k), k**-0.5) for i in range(layers)])
-    fast = jax.jit(lambda x, norm, w, layer: latent_up(x, norm, w, layer, eps=1e-5))
+    fast = jax.jit(lambda x, norm, w, layer: latent_up(x, norm, w, layer, eps=1e-5)[0])
     standard = jax.jit(lambda x, norm, w, layer: nx.linear(rmsnorm(nx, x, norm, 1e-5), w[layer]))
 
     def exact(layer: int, rows: np.ndarray) -> np.ndarray:

@@ -14,7 +14,7 @@ from jax_impl.backend import Backend
 from jax_impl.cache import Cache, StepInputs
 from jax_impl.config import ModelConfig
 from jax_impl.params import Dense, Kda, Layer, LayerWeights, Moe, Weights
-from jax_impl.stages.contract import Delta, whole
+from jax_impl.stages.contract import Delta, plain, whole
 from jax_impl.static import Static
 
 Record = dict[str, Any]  # stage outputs by name, filled while tracing
@@ -165,8 +165,8 @@ def run_layer(
     )  # fmt: skip
     delta, chosen = feed_forward(static, backend, w.mlp, y)
     if record is not None:
-        record |= {"x": x, "prefix_in": prefix, "heads": heads, "y": y, "prefix": after}
-        record |= {"delta": whole(static.nx, delta)} | chosen
+        record |= {"x": plain(x), "prefix_in": prefix, "heads": plain(heads), "y": plain(y)}
+        record |= {"prefix": after, "delta": whole(static.nx, delta)} | chosen
     return Stream(after, snapshots, delta, prefix), cache, pending
 
 

@@ -20,7 +20,7 @@ from jax_impl.model import layer_weights, place
 from jax_impl.numerics import Numerics
 from jax_impl.params import Moe, Weights
 from jax_impl.stages import standard
-from jax_impl.stages.contract import Delta, Routed, whole
+from jax_impl.stages.contract import Delta, Routed, plain, whole
 from jax_impl.stages.paged import write_rows
 from jax_impl.static import Static
 
@@ -110,11 +110,11 @@ class _Sides:
 
     def run(self, stage: str, weights: tuple[Any, ...], *args: Any, **settings: Any) -> list[Any]:
         """Outputs of the backend, of `auto`, and in float32; `weights` as both forms take them."""
-        plain = [_plain(self.static.nx, a) for a in args]
-        wide = jax.tree.map(_widened, plain)
+        arrays = [_plain(self.static.nx, a) for a in args]
+        wide = jax.tree.map(_widened, arrays)
         return [
             getattr(self.backend, stage)(self.static, *weights[:1], *args, **settings),
-            getattr(AUTO, stage)(self.auto, *weights[1:], *plain, **settings),
+            getattr(AUTO, stage)(self.auto, *weights[1:], *arrays, **settings),
             getattr(AUTO, stage)(self.exact, *weights[1:], *wide, **settings),
         ]
 
@@ -128,7 +128,7 @@ def _plain(nx: Numerics, arg: Any) -> Any:
     """What kernels hand to each other, as the standard stages take it."""
     if isinstance(arg, Routed):
         return arg._replace(units=None)
-    return whole(nx, arg) if isinstance(arg, Delta) else arg
+    return whole(nx, arg) if isinstance(arg, Delta) else plain(arg)
 
 
 def _widened(x: Any) -> Any:
@@ -145,20 +145,20 @@ def layer_stages(static: Static, backend: Backend, layer: int, verifies: bool) -
     def run(weights: Weights, cache: Cache, inputs: StepInputs, *stream: jax.Array) -> Distances:
         sides, c = _Sides(static, backend), static.config
         w = layer_weights(static, weights, layer, backend.whole_stacks)
-        plain = layer_weights(static, weights, layer)
+        sliced = layer_weights(static, weights, layer)
         starts, count = c.starts_block(layer), place(static, layer).snapshots
         prefix, bank, delta = stream
         if backend.whole_stacks and layer and not c.is_dense(layer - 1):
             delta = Delta(delta, jnp.roll(delta, 1, axis=-1).astype(jnp.float32))
         found = sides.run(
-            "attn_in", (w, plain), prefix, bank, count, delta, starts_block=starts
+            "attn_in", (w, sliced), prefix, bank, count, delta, starts_block=starts
         )  # fmt: skip
-        sides.note("attn_in.x", *(f[0] for f in found))
+        sides.note("attn_in.x", *(plain(f[0]) for f in found))
         sides.note("attn_in.prefix", *(f[1] for f in found))
         if starts:
             sides.note("attn_in.snapshots", *(f[2][:, : count + 1] for f in found))
         x, prefix, bank = found[0]
-        attention = w.attention, plain.attention
+        attention = w.attention, sliced.attention
         if c.is_mla(layer):
             heads = _mla(sides, attention, layer, x, inputs, cache)
         elif verifies:
@@ -166,11 +166,11 @@ def layer_stages(static: Static, backend: Backend, layer: int, verifies: bool) -
         else:
             heads = _kda_step(sides, attention, layer, x, inputs, cache)
         found = sides.run(
-            "attn_out", (w, plain), heads, prefix, bank, count + starts, starts_block=starts
+            "attn_out", (w, sliced), heads, prefix, bank, count + starts, starts_block=starts
         )  # fmt: skip
-        sides.note("attn_out.y", *(f[0] for f in found))
+        sides.note("attn_out.y", *(plain(f[0]) for f in found))
         sides.note("attn_out.prefix", *(f[1] for f in found))
-        _feed_forward(sides, (w.mlp, plain.mlp), found[0][0])
+        _feed_forward(sides, (w.mlp, sliced.mlp), found[0][0])
         return sides.found
 
     return jax.jit(run)
@@ -179,6 +179,7 @@ def layer_stages(static: Static, backend: Backend, layer: int, verifies: bool) -
 def _mla(sides: _Sides, w: Any, layer: int, x: jax.Array, inputs: StepInputs, cache: Cache) -> Any:
     at, kv, scale = sides.static.config.attn_ordinal(layer), cache.kv_latent, cache.kv_scale
     heads, after = sides.backend.mla(sides.static, w[0], at, x, inputs, kv, scale)
+    x = plain(x)
     theirs, theirs_after = AUTO.mla(sides.auto, w[1], at, x, inputs, kv, scale)
     args = (sides.exact, w[1], at, _widened(x), inputs, kv, scale)
     (want, rows), (want_of_auto, _) = mla_over(after)(*args), mla_over(theirs_after)(*args)

@@ -38,6 +38,7 @@ from pallas_kernels import cluster_sum, common
 
 SPANS = (1024, 512, 256)  # columns of a CTA: 8, 4 or 2 neighbours per thread, one load
 MAX_PARTS = 8  # cluster size that every device takes
+MEETINGS = 2  # of a row's parts
 
 
 @dataclass(frozen=True)
@@ -174,7 +175,7 @@ def attn_res(
     d = real + missing
     t = tuning or default_tuning(n, d)
     two, stacked = shared is not None, layer is not None
-    form = _Form(n, d, real, eps, reset, snapshot, two, stacked, t, interpret)
+    form = Form(n, d, real, eps, reset, snapshot, two, stacked, t, interpret)
     rows = jax.ShapeDtypeStruct((n, d), jnp.bfloat16)
     call = common.kernel(
         _body(form),
@@ -194,7 +195,7 @@ def attn_res(
     return tuple(a[..., :real] for a in (x, new, snapshots)) if missing else (x, new, snapshots)
 
 
-def _cut(form: _Form, bank: int) -> dict[str, Any]:
+def _cut(form: Form, bank: int) -> dict[str, Any]:
     """Grid, cluster and scratch memory."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -213,7 +214,7 @@ def _cut(form: _Form, bank: int) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Form:
+class Form:
     """One form of the kernel while it is traced."""
 
     rows: int
@@ -226,6 +227,7 @@ class _Form:
     stacked: bool  # weights
     t: Tuning
     interpret: bool
+    ctas: int | None = None  # that hold a row's parts; by default one each
 
     @property
     def span(self) -> int:
@@ -233,7 +235,7 @@ class _Form:
         return self.width // self.t.parts
 
 
-def _body(form: _Form) -> Any:
+def _body(form: Form) -> Any:
     def body(
         prefix,  # bf16 [N, D]
         snapshots,  # bf16 [N, J, D]
@@ -249,12 +251,13 @@ def _body(form: _Form) -> Any:
         weights, outputs = others[: 3 + form.stacked], others[-2:]
         inputs = prefix, snapshots, count, others[3 + form.stacked : -2], weights
         scratch = score_parts, norm_parts, totals, ready
-        _one_row(form, row, part, inputs, outputs, scratch)
+        one_row(form, row, part, inputs, outputs, scratch)
 
     return body
 
 
-def _one_row(form: _Form, row: Any, part: Any, inputs: Any, outputs: Any, scratch: Any) -> None:
+def one_row(form: Form, row: Any, part: Any, inputs: Any, outputs: Any, scratch: Any) -> None:
+    """A part of a row, in a warpgroup; all parts' CTAs `meet` so often as `MEETINGS` says."""
     from jax.experimental import pallas as pl
 
     f32, bf16, span = jnp.float32, jnp.bfloat16, form.span
@@ -262,7 +265,7 @@ def _one_row(form: _Form, row: Any, part: Any, inputs: Any, outputs: Any, scratc
     score_parts, norm_parts, totals, ready = scratch
     x, new = outputs
     mine = pl.ds(part * span, span)
-    where = part, form.t.parts, form.interpret
+    where = part, form.ctas or form.t.parts, form.interpret
     valid = count[0]
     # loads first: nothing waits for a sum before all are on their way
     p = deltas[0][row, mine].astype(bf16)
@@ -278,21 +281,21 @@ def _one_row(form: _Form, row: Any, part: Any, inputs: Any, outputs: Any, scratc
     registers.store(new.at[row, mine], p, form.interpret)
     if form.snapshot:
         registers.store(snapshots.at[row, valid, mine], p, form.interpret)
-    _meet(form, ready, 0)
+    meet(form, ready, 0)
     sums = cluster_sum.totals(score_parts, totals, form.interpret)
     shares = _shares(sums, valid, form.numbers, form.eps)
     mixed = sources[0].astype(f32) * _wide(shares[0], span)
     for source, share in zip(sources[1:], shares[1:], strict=True):
         mixed = mixed + source.astype(f32) * _wide(share, span)
     registers.push_squares(mixed, norm_parts, *where)
-    _meet(form, ready, 1)
+    meet(form, ready, 1)
     (total,) = cluster_sum.totals(norm_parts, totals.at[pl.ds(0, 1)], form.interpret)
     scale = lax.rsqrt(total * (1 / form.numbers) + form.eps)
     out = (norm * mixed * _wide(scale, span)).astype(bf16)
     registers.store(x.at[row, mine], out, form.interpret)
 
 
-def _meet(form: _Form, ready: Any, i: int) -> None:
+def meet(form: Form, ready: Any, i: int) -> None:
     """Wait for all parts of the row."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 

@@ -114,7 +114,7 @@ mov.b32 $1, products;
 
 
 def push_scores(
-    values: Sequence[jax.Array], c: jax.Array, into: Any, part: Any, parts: int, interpret: bool
+    values: Sequence[jax.Array], c: jax.Array, into: Any, part: Any, ctas: int, interpret: bool
 ) -> None:
     """For each source the sums of s s and of s c, f32 [warps, 2 sources], to all CTAs."""
 
@@ -135,10 +135,10 @@ def push_scores(
 
     layout = _layout(c.shape[0])
     operands = [c, *values]
-    cluster_sum.push(sums, operands, layout, into, part, parts, twin if interpret else None)
+    cluster_sum.push(sums, operands, layout, into, part, ctas, twin if interpret else None)
 
 
-def push_squares(mixed: jax.Array, into: Any, part: Any, parts: int, interpret: bool) -> None:
+def push_squares(mixed: jax.Array, into: Any, part: Any, ctas: int, interpret: bool) -> None:
     """The sum of squares, f32 [warps, 1], to all CTAs."""
 
     def sums(reg: common.Registers, fragment: Any) -> list[Any]:
@@ -152,4 +152,4 @@ def push_squares(mixed: jax.Array, into: Any, part: Any, parts: int, interpret: 
         return [jnp.sum(mixed * mixed)]
 
     layout = _layout(mixed.shape[0])
-    cluster_sum.push(sums, [mixed], layout, into, part, parts, twin if interpret else None)
+    cluster_sum.push(sums, [mixed], layout, into, part, ctas, twin if interpret else None)

@@ -10,16 +10,16 @@ exact for scale bytes 0..254.
 
 Two kernels. `gate_up` makes h = SiTU(W13 x) per *unit*, an expert with up to 8 rows; `down` makes
 W2 h per unit and writes it per (row, expert) pair; the weighted sum over a row's pairs is plain
-jnp. An expert that several rows chose is read once per 8 of its rows: for N <= 8 the eight columns
-of the tensor core's narrow operand are the rows themselves, beyond that the rows of each expert are
-gathered. Columns do not mix, so a row with NaN spoils its own pairs only, and columns that belong
-to no row may hold anything.
+jnp, or the third part of the one kernel. An expert that several rows chose is read once per 8 of
+its rows: for N <= 8 the eight columns of the tensor core's narrow operand are the rows themselves,
+beyond that the rows of each expert are gathered. Columns do not mix, so a row with NaN spoils its
+own pairs only, and columns that belong to no row may hold anything.
 
 `gate_up` runs a fixed number of CTAs; a work item is 64 rows of one unit's W13 (32 gate rows and
 their 32 up rows), whose K the warpgroups share; one of them, in turn, adds the four sums in a fixed
 order. In `down` an item is a few 64-row tiles of one unit's W2 and belongs to one warpgroup. Both
-keep their TMA rings running across items. As one kernel (`Tuning.one_kernel`) the CTAs meet between
-the two (`meeting`).
+keep their TMA rings running across items. As one kernel (`Tuning.one_kernel`) the CTAs meet behind
+each of the two (`meeting`).
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from pallas_kernels import common, meeting, mxfp4
 from pallas_kernels.experts_pack import HALF, w13_rows
+from pallas_kernels.experts_stage import stage, stage_gathered
 from pallas_kernels.skinny import situ_f32
 from pallas_kernels.units import COLUMNS, Units, plan
 
@@ -72,7 +72,8 @@ class Tuning:
 def default_tuning(rows: int, width: int, latent: int) -> Tuning:
     """What measured best on an H200; one row has no more items of down than four per CTA.
 
-    Narrow latents, of small models, have no work for four warpgroups of gate_up.
+    As one kernel up to 8 rows: with more `down` wants its six warpgroups. Narrow latents, of small
+    models, have no work for four warpgroups of gate_up.
     """
     tiles = 2 if width <= 192 and latent % 128 == 0 else 1  # about 13 KB of W2 per item
     warpgroups = 4 if rows == 1 else 6
@@ -81,9 +82,13 @@ def default_tuning(rows: int, width: int, latent: int) -> Tuning:
     ):
         warpgroups -= 1
     share = math.gcd(latent // _block(latent), 4)
-    return Tuning(
-        warpgroups=share, finishers=min(2, share), down_warpgroups=warpgroups, down_tiles=tiles
+    together = (
+        rows <= COLUMNS and latent % 128 == 0 and (common.cores() or Tuning.ctas) >= Tuning.ctas
     )
+    return Tuning(
+        warpgroups=share, finishers=min(2, share), down_warpgroups=warpgroups, down_tiles=tiles,
+        one_kernel=together,
+    )  # fmt: skip
 
 
 def limits(
@@ -117,6 +122,8 @@ def limits(
     common.expect(out, "shape of w13", w13.shape[1:], wanted, w13.shape[1:] == wanted)
     wanted = (experts * tiles2, mxfp4.tile_lines(width), mxfp4.LINE)
     common.expect(out, "shape of w2", w2.shape[1:], wanted, w2.shape[1:] == wanted)
+    ok = not t.one_kernel or z % 128 == 0
+    common.expect(out, "latent width", z, "a multiple of 128 in one kernel", ok)
     if t.one_kernel:  # or those CTAs that have a place would wait for ever
         cores = common.cores() or t.ctas
         common.expect(out, "CTAs that meet", t.ctas, f"at most {cores}", t.ctas <= cores)
@@ -204,10 +211,9 @@ def experts(
     same: dict[str, Any] = dict(tuning=t, interpret=interpret)
     n, z = latent.shape
     if t.one_kernel and not interpret:
-        r = _both(latent, units, w13, w2, layer, ids.shape[1], width, betas, t)
-    else:
-        h = gate_up(latent, units, w13, layer, k=ids.shape[1], width=width, betas=betas, **same)
-        r = down(h, units, w2, layer, rows=n, latent=z, **same)
+        return _all(latent, units, weights, w13, w2, layer, width, betas, t)
+    h = gate_up(latent, units, w13, layer, k=ids.shape[1], width=width, betas=betas, **same)
+    r = down(h, units, w2, layer, rows=n, latent=z, **same)
     r = r.reshape(*ids.shape, -1).astype(jnp.float32)
     return jnp.sum(r * weights[..., None], axis=1)
 
@@ -314,13 +320,13 @@ def _gate_up_body(
                 issue(tile, j)
 
         if dense:
-            pl.when(mine > 0)(lambda: _stage(x, xs, wg, z // wgs, range(n), interpret))
+            pl.when(mine > 0)(lambda: stage(x, xs, wg, z // wgs, range(n), interpret))
 
         def item_step(i, previous):
             unit = (start + i) // tiles
             if not dense:
                 pl.when(unit != previous)(
-                    lambda: _stage_gathered(x, table, unit, k, xs, wg, z // wgs, interpret)
+                    lambda: stage_gathered(x, table, unit, k, xs, wg, z // wgs, interpret)
                 )
             finisher = lax.rem(i, t.finishers)
             y = product(i)
@@ -374,89 +380,6 @@ def _situ_of_sums(sums: Any, wgs: int, betas: tuple[float, float]) -> jax.Array:
 
     # a power of two: rounding before or after is the same
     return (situ_f32(total(0), total(HALF), *betas) * mxfp4.LIFT).astype(jnp.bfloat16)
-
-
-def _stage_gathered(
-    x: Any, table: Any, unit: jax.Array, k: int, xs: Any, wg: jax.Array, per: int, interpret: bool
-) -> None:
-    rows = [table[unit, 2 + c] // (COLUMNS * k) for c in range(COLUMNS)]
-    _stage(x, xs, wg, per, rows, interpret, table[unit, 1])
-
-
-def _stage(
-    x: Any,
-    xs: Any,
-    wg: jax.Array,
-    per: int,
-    rows: Any,
-    interpret: bool,
-    count: jax.Array | None = None,
-) -> None:
-    """This warpgroup's part of K of some rows of x to `xs`, lifted, in the tensor core's order."""
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    def one(c: int, row: Any) -> None:
-        source = x.at[row, pl.ds(wg * per, per)]
-        target = xs.at[pl.ds(wg * (per // 32), per // 32)]
-        if interpret:
-            lifted = source[...] * jnp.bfloat16(mxfp4.LIFT)
-            target[:, c] = mxfp4.operand_order(lifted[None])[:, 0]
-            return
-        call = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType()))
-        call(lambda _, a, b: _stage_registers(a, b, c, per))(source, target)
-
-    if not interpret:
-        # what was multiplied with the old rows is done in every warp
-        plgpu.inline_mgpu()(lambda _: common.Registers().barrier())()
-    for c, row in enumerate(rows):
-        if count is None:
-            one(c, row)
-        else:
-            pl.when(c < count)(lambda c=c, row=row: one(c, row))
-    if not interpret:
-        plgpu.inline_mgpu()(lambda _: common.Registers().barrier())()
-
-
-# 8 neighbours of x (their order is e, p) become four pairs, 16 bytes, of the place [column, q].
-_STAGE = """
-{
-.reg .pred in;
-.reg .b32 r0, r1, r2, r3, p0, p1, p2, p3, at, t;
-.reg .b64 from;
-setp.lt.u32 in, $0, COUNT;
-mul.wide.u32 from, $0, 16;
-add.u64 from, from, $1;
-@in ld.global.v4.b32 {r0, r1, r2, r3}, [from];
-prmt.b32 p0, r0, r2, 0x5410;
-prmt.b32 p1, r0, r2, 0x7632;
-prmt.b32 p2, r1, r3, 0x5410;
-prmt.b32 p3, r1, r3, 0x7632;
-mov.b32 t, LIFT;
-mul.rn.bf16x2 p0, p0, t;
-mul.rn.bf16x2 p1, p1, t;
-mul.rn.bf16x2 p2, p2, t;
-mul.rn.bf16x2 p3, p3, t;
-shr.u32 at, $0, 2;
-shl.b32 at, at, 9;
-and.b32 t, $0, 3;
-shl.b32 t, t, 4;
-add.u32 at, at, t;
-add.u32 at, at, $2;
-@in st.shared.v4.b32 [at+COLUMN], {p0, p1, p2, p3};
-}
-"""
-
-
-def _stage_registers(source: Any, target: Any, column: int, per: int) -> None:
-    reg = common.Registers()
-    thread = reg.thread()
-    base, address = reg.shared_address(target), reg.global_address(source)
-    lift = f"0x{(int(np.float32(mxfp4.LIFT).view(np.uint32)) >> 16) * 0x10001:08X}"
-    text = _STAGE.replace("COUNT", str(per // 8)).replace("COLUMN", str(64 * column))
-    text = text.replace("LIFT", lift)
-    for first in range(0, per // 8, 128):  # 8 numbers: v / 4 of the 32 each, q = v % 4
-        reg.ptx(text, reg.add(thread, first), address, base, volatile=True)
 
 
 def down(
@@ -586,23 +509,23 @@ def _down_body(n: int, pairs: int, z: int, width: int, t: Tuning, wgs: int, inte
             return acc
 
         lax.fori_loop(0, mine, item_step, None)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=meet is None)
 
     return body
 
 
-def _both(
+def _all(
     latent: jax.Array,
     units: Units,
+    weights: jax.Array,
     w13: jax.Array,
     w2: jax.Array,
     layer: int | jax.Array,
-    k: int,
     width: int,
     betas: tuple[float, float],
     t: Tuning,
 ) -> jax.Array:
-    """`gate_up` and `down` in one kernel; r [P, Z] bf16.
+    """`gate_up`, `down` and the weighted sum in one kernel.
 
     Their shared memory is the same, so a CTA asks for the first tiles of W2 when it is through with
     W13, and waits for the other CTAs' h meanwhile.
@@ -610,19 +533,40 @@ def _both(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    (n, z), wgs = latent.shape, t.warpgroups
+    (n, z), wgs, k = latent.shape, t.warpgroups, weights.shape[1]
     pairs, bf16 = units.table.shape[0], jnp.bfloat16
     first = _gate_up_body(n, z, k, width, betas, t, False)
     second = _down_body(n, pairs, z, width, t, wgs, False)
 
-    def body(x, table, a, b, layer, count, h, r, *, memory, full, done, free, left, full_down):
+    def body(
+        x,
+        table,
+        shares,
+        a,
+        b,
+        layer,
+        count,
+        h,
+        r,
+        out,
+        *,
+        memory,
+        full,
+        done,
+        free,
+        left,
+        full_down,
+    ):
         (ws, xs, sums), (ws_down, hs, rs) = memory
         first(x, count, table, a, layer, h, ws, xs, sums, full, done, free)
         plgpu.commit_smem()  # the CTA's shared memory gets another use
         plgpu.barrier_arrive(left.at[0])
         plgpu.barrier_wait(left.at[0])
-        meet = partial(meeting.meet, count.at[pl.ds(1, 1)], t.ctas * wgs)
+        met, all_ = count.at[pl.ds(1, 1)], t.ctas * wgs
+        meet = partial(meeting.meet, met, all_)
         second(h, count, table, b, layer, r, ws_down, hs, rs, full_down, meet)
+        meeting.meet(met, 2 * all_)
+        _weighted_sum(r, shares, out, lax.axis_index("wg") * t.ctas + lax.axis_index("cta"), all_)
 
     call = common.kernel(
         body,
@@ -630,6 +574,7 @@ def _both(
         out_type=[
             jax.ShapeDtypeStruct((pairs, width // HALF, COLUMNS, HALF), bf16),
             jax.ShapeDtypeStruct((pairs, z), bf16),
+            jax.ShapeDtypeStruct((n, z), jnp.float32),
         ],
         grid=(t.ctas,),
         grid_names=("cta",),
@@ -645,4 +590,28 @@ def _both(
         ),
     )
     count = jax.new_ref(units.count)
-    return call(latent, units.table, w13, w2, common.layer_operand(layer), count)[1]
+    return call(latent, units.table, weights, w13, w2, common.layer_operand(layer), count)[2]
+
+
+def _weighted_sum(r: Any, shares: Any, out: Any, first: Any, stride: int) -> None:
+    """A warpgroup's pieces of 128 columns of out f32 [N, Z].
+
+    r bf16 [N k, Z]; shares f32 [N, k]; added in the order of the pairs.
+    """
+    from jax.experimental import pallas as pl
+
+    (n, z), k = out.shape, shares.shape[1]
+    groups = z // 128
+
+    def piece(i, _):
+        item = first + i * stride
+        row, columns = item // groups, pl.ds(lax.rem(item, groups) * 128, 128)
+        total = None
+        for j in range(k):
+            part = r[row * k + j, columns].astype(jnp.float32) * lax.broadcast_in_dim(
+                shares[row, j], (128,), ()
+            )
+            total = part if total is None else total + part
+        out[row, columns] = total
+
+    lax.fori_loop(0, (n * groups - first + stride - 1) // stride, piece, None)

@@ -40,15 +40,18 @@ def latent_up(
     *,
     eps: float,
     copies: int = 1,
+    zeros: bool = False,
     tuning: Tuning | None = None,
     interpret: bool = False,
-) -> jax.Array:
+) -> list[jax.Array]:
     """This rank's rows of the up projection, [N, D/R] bf16, or `copies` of them side by side.
+
+    A list of it alone, or with `zeros` of counters too, see `skinny.projections`.
 
     Raises:
         ValueError: `limits` are not met.
     """
     items = [Projection(w, jnp.bfloat16, copies=copies)]
     return skinny.projections(
-        x, items, layer, norm=(norm, eps), tuning=tuning, interpret=interpret
-    )[0]
+        x, items, layer, norm=(norm, eps), zeros=zeros, tuning=tuning, interpret=interpret
+    )

@@ -16,18 +16,19 @@ from pallas_kernels import skinny
 from pallas_kernels.skinny import Projection, Tuning
 
 
-def _items(
+def items(
     gate: jax.Array,
     down: jax.Array,
     shared: jax.Array | None,
     betas: tuple[float, float] | None,
     copies: int = 1,
 ) -> list[Projection]:
-    items = [
-        Projection(gate, jnp.float32),
+    """The products; `copies` of scores and latent stand side by side, see `skinny.Projection`."""
+    out = [
+        Projection(gate, jnp.float32, copies=copies),
         Projection(down, jnp.bfloat16, copies=copies),
     ]
-    return items if shared is None else [*items, Projection(shared, jnp.bfloat16, betas)]
+    return out if shared is None else [*out, Projection(shared, jnp.bfloat16, betas)]
 
 
 def limits(
@@ -40,7 +41,7 @@ def limits(
     tuning: Tuning | None = None,
 ) -> list[str]:
     """Unmet conditions, each with what was found and what is expected."""
-    out = skinny.limits(x, _items(gate, down, shared, betas), tuning=tuning)
+    out = skinny.limits(x, items(gate, down, shared, betas), tuning=tuning)
     if (shared is None) != (betas is None):
         out.append("shared, betas: found one of them, expected both or neither")
     return out
@@ -56,7 +57,7 @@ def reference(
     betas: tuple[float, float] | None = None,
 ) -> list[jax.Array]:
     """The same in plain jnp."""
-    return skinny.reference(x, _items(gate, down, shared, betas), layer)
+    return skinny.reference(x, items(gate, down, shared, betas), layer)
 
 
 def route(
@@ -73,7 +74,7 @@ def route(
 ) -> list[jax.Array]:
     """[logits, latent] or [logits, latent, h]; see the module's docstring.
 
-    `copies` of latent stand side by side, see `skinny.Projection`.
+    `copies` of scores and latent stand side by side, see `skinny.Projection`.
 
     Raises:
         ValueError: `limits` are not met.
@@ -81,5 +82,5 @@ def route(
     from pallas_kernels import common
 
     common.require(limits(x, gate, down, shared, betas=betas, tuning=tuning), "route")
-    items = _items(gate, down, shared, betas, copies)
-    return skinny.projections(x, items, layer, tuning=tuning, interpret=interpret)
+    found = items(gate, down, shared, betas, copies)
+    return skinny.projections(x, found, layer, tuning=tuning, interpret=interpret)

@@ -21,125 +21,24 @@ With `norm=(weight, eps)` the rows of x are normalised on the way: y = W rmsnorm
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import cluster_sum, common, row_norm, skinny_sm100
-
-TILE = 64  # rows of w per cluster: the row count of a wgmma instruction
-CORES = 132
-MAX_SPLITS = 8  # cluster size that every device takes
-
-
-@dataclass(frozen=True)
-class Projection:
-    """One product of a call.
-
-    Attributes:
-        w: bf16 [L, N, K].
-        out_dtype: of y; bfloat16 with `situ`.
-        situ: (beta, linear_beta), or None for the plain product.
-        copies: how often y's columns stand side by side in the result: a gather of ranks that is
-            looped back on one device writes what the ranks' peers would write.
-    """
-
-    w: jax.Array
-    out_dtype: Any = jnp.float32
-    situ: tuple[float, float] | None = None
-    copies: int = 1
-
-    @property
-    def rows(self) -> int:
-        """Rows of w."""
-        return self.w.shape[1]
-
-    @property
-    def columns(self) -> int:
-        """Columns of y."""
-        return self.rows if self.situ is None else self.rows // 2
-
-    def kind(self, tile: int) -> Kind:
-        """The same without arrays, for tiles of that many rows."""
-        out = jnp.bfloat16 if self.situ is not None else self.out_dtype
-        tiles = -(-self.rows // tile)
-        return Kind(self.rows, self.columns, tile, tiles, jnp.dtype(out), self.situ, self.copies)
-
-
-@dataclass(frozen=True)
-class Kind:
-    """A product without its arrays: rows and tiles of w, what is done to the sums."""
-
-    rows: int
-    columns: int
-    tile: int
-    tiles: int
-    dtype: Any
-    situ: tuple[float, float] | None
-    copies: int = 1
-
-    @property
-    def per_tile(self) -> int:
-        """Columns of y that a tile gives."""
-        return self.tile if self.situ is None else self.tile // 2
-
-
-@dataclass(frozen=True)
-class Tuning:
-    """How the kernel is cut.
-
-    Attributes:
-        step: columns of w per pipeline step.
-        stages: steps in flight per warpgroup.
-        warpgroups: warpgroups per CTA, sharing the steps along K.
-        splits: CTAs along K, a cluster; a power of two up to 8.
-        tile: rows of w per cluster: 64 (wgmma) or 128 (tcgen05, with one warpgroup).
-    """
-
-    step: int = 128
-    stages: int = 3
-    warpgroups: int = 2
-    splits: int = 1
-    tile: int = TILE
-
-
-def default_tuning(
-    m: int, rows: Sequence[int], k: int, blackwell: bool = False, norm: bool = False
-) -> Tuning:
-    """What measured best on an H200 for matrices of so many rows; a guess on Blackwell.
-
-    About 100 CTAs, so K is split where there are few tiles; with more splits than that the
-    cluster's barriers cost more than they bring. A step's latency is hidden by several warpgroups,
-    or, for wide operands, by longer rings.
-    """
-    tile = skinny_sm100.TILE if blackwell else TILE
-    tiles = sum(-(-n // tile) for n in rows)
-    step = 128 if k % 128 == 0 else 64
-    steps, splits = k // step, 1
-    width = common.bucket(m)
-    most = 100 if width <= 16 else 104
-    while splits < MAX_SPLITS and tiles * splits * 2 <= most and steps % (splits * 2) == 0:
-        splits *= 2
-    if blackwell or width > 16:
-        warpgroups = 1
-    elif norm:  # a step with its scaling takes long, so few in a row
-        warpgroups = max(1, min(4, steps // splits))
-    elif splits > 1 and steps // splits <= 8:
-        warpgroups = 1
-    else:
-        warpgroups = 4 if splits == 1 and tiles <= 104 else 2
-    stages = min(5, -(-steps // splits // warpgroups))
-    while stages > 1 and shared_bytes(width, Tuning(step, stages, warpgroups, tile=tile)) > (
-        # two CTAs per multiprocessor hide each other's start and end, where they fit with two
-        # stages
-        common.SHARED_MEMORY // (2 if tiles * splits > CORES and stages > 2 else 1)
-    ):
-        stages -= 1
-    return Tuning(step, stages, warpgroups, splits, tile)
+from pallas_kernels import cluster_sum, common, direct_store, meeting, row_norm, skinny_sm100
+from pallas_kernels.skinny_cut import (
+    TILE,
+    Kind,
+    Projection,
+    Tuning,
+    default_tuning,
+    share_of,
+    shared_bytes,
+)
 
 
 def limits(
@@ -184,23 +83,16 @@ def limits(
         common.expect(out, f"dtype of {name}", p.w.dtype, "bfloat16", p.w.dtype == jnp.bfloat16)
         unit = 8 if p.situ is None else t.tile
         common.expect(out, f"rows of {name}", n, f"a multiple of {unit} (pad them)", n % unit == 0)
-        share = _share(p.kind(t.tile), common.bucket(rows), t, False)[1]
-        ok = p.copies == 1 or p.columns % share == 0
+        dtype = p.kind(t.tile).dtype
+        share = share_of(p.kind(t.tile), common.bucket(rows), t, False)[1]
+        ok = p.copies == 1 or t.splits > 1 or norm is not None or p.columns % share == 0
         common.expect(out, "columns of y with copies", p.columns, f"a multiple of {share}", ok)
         allowed = (jnp.float32, jnp.bfloat16)
-        dtype = p.kind(t.tile).dtype
         common.expect(out, "out_dtype", dtype, "float32 or bfloat16", dtype in allowed)
     used = shared_bytes(common.bucket(rows), t, norm is not None)
     limit = common.SHARED_MEMORY
     common.expect(out, "shared memory", used, f"at most {limit} bytes", used <= limit)
     return out
-
-
-def shared_bytes(width: int, t: Tuning, norm: bool = False) -> int:
-    """Shared memory of one CTA: rings, sums, the result on its way out, squares, barriers."""
-    ring = t.warpgroups * t.stages * (t.tile + width) * t.step * 2
-    sums = (t.warpgroups + 1) * t.tile * width * 4
-    return ring + sums + norm * t.warpgroups * width * 8 + 1024
 
 
 def reference(
@@ -272,10 +164,13 @@ def projections(
     layer: int | jax.Array = 0,
     *,
     norm: tuple[jax.Array, float] | None = None,
+    zeros: bool = False,
     tuning: Tuning | None = None,
     interpret: bool = False,
 ) -> list[jax.Array]:
     """Several products of one x in one kernel, see the module's docstring.
+
+    With `zeros` behind them the counters, at 0, of a kernel that comes after it (`meeting`).
 
     Raises:
         ValueError: `limits` are not met.
@@ -292,18 +187,30 @@ def projections(
     t = tuning or default_tuning(m, sizes, k, common.blackwell(), norm is not None)
     kinds = tuple(p.kind(t.tile) for p in items)
     if interpret:
-        return _interpreted(x[:, :k], ws, layer, kinds, norm, scale, t)
+        found = _interpreted(x[:, :k], ws, layer, kinds, norm, scale, t)
+        return [*found, meeting.counters()] if zeros else found
     if m > 8:  # the copy engine takes rows of x by eights; the step's row buckets are such numbers
         x = jnp.pad(x, ((0, -m % 8), (0, 0)))
-    shapes = []
-    for kind in kinds:  # rows of y start at multiples of 16 bytes
-        columns = common.round_up(kind.columns * kind.copies, 16 // kind.dtype.itemsize)
-        shapes.append(jax.ShapeDtypeStruct((m, columns), kind.dtype))
-    call = _build(k, width, kinds, t, shapes, scale, False)
+    out = shapes(m, kinds)
+    if zeros:
+        out.append(meeting.COUNTERS)
+    call = _build(k, width, kinds, t, out, scale, False)
     # without a norm its weight is any array, and not looked at
     rows = x if norm is None else norm[0].reshape(-1, k)
     ys = call(x, common.layer_operand(layer), rows, *ws)
-    return [y[:, : kind.columns * kind.copies] for y, kind in zip(ys, kinds, strict=True)]
+    return cut(ys, kinds)
+
+
+def shapes(m: int, kinds: Sequence[Kind]) -> list[jax.ShapeDtypeStruct]:
+    """Of the outputs; rows of y start at multiples of 16 bytes."""
+    wide = [common.round_up(q.columns * q.copies, 16 // q.dtype.itemsize) for q in kinds]
+    return [jax.ShapeDtypeStruct((m, n), q.dtype) for n, q in zip(wide, kinds, strict=True)]
+
+
+def cut(ys: Sequence[jax.Array], kinds: Sequence[Kind]) -> list[jax.Array]:
+    """Outputs without what `shapes` filled up; what stands behind them as it is."""
+    some = [y[:, : q.columns * q.copies] for y, q in zip(ys, kinds, strict=False)]
+    return [*some, *ys[len(kinds) :]]
 
 
 def _interpreted(
@@ -358,6 +265,7 @@ def _build(
     f32 = jnp.float32
     tiles = sum(kind.tiles for kind in kinds)
     squares = dict(squares=plgpu.SMEM((t.warpgroups, width // 8, 16), f32))
+    met = {} if interpret else parts(kinds, width, t, scale is not None)
     if interpret:
         grid = dict(grid=(tiles, t.splits), grid_names=("tile", "split"))
     else:
@@ -374,11 +282,9 @@ def _build(
         scratch_types=dict(
             **scratch(width, t),
             **({} if scale is None else squares),
+            **met,
             **({} if t.tile == TILE else skinny_sm100.scratch(width, t.stages)),
-            **{
-                f"y{i}": plgpu.SMEM((width, _share(kind, width, t, interpret)[1]), shape.dtype)
-                for i, (kind, shape) in enumerate(zip(kinds, shapes, strict=True))
-            },
+            **staging(kinds, width, t, scale is not None, interpret),
         ),
     )
 
@@ -398,15 +304,33 @@ def scratch(width: int, t: Tuning) -> dict[str, Any]:
     )
 
 
-def _share(kind: Kind, width: int, t: Tuning, interpret: bool) -> tuple[int, int]:
-    """CTAs of a cluster that finish a tile, and columns of y of each."""
-    if interpret:
-        return 1, t.tile
-    # at least one number for each of 128 threads, and 16 bytes per row for the copy engine
-    finishers = min(
-        t.splits, width * kind.per_tile // 128, kind.per_tile * kind.dtype.itemsize // 16
-    )
-    return finishers, kind.per_tile // finishers
+def parts(kinds: Sequence[Kind], width: int, t: Tuning, norm: bool) -> dict[str, Any]:
+    """Scratch memory in which a cluster's sums meet, if they do."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if t.splits == 1 and not norm:
+        return {}
+    most = max(len(_starts(q, t)) * width * share_of(q, width, t, False)[1] for q in kinds)
+    out = dict(parts=plgpu.SMEM((t.splits, most), jnp.float32))
+    rows = dict(row_parts=plgpu.SMEM((t.splits, width), jnp.float32))
+    return out | (rows if norm else {})
+
+
+def staging(
+    kinds: Sequence[Kind], width: int, t: Tuning, norm: bool, interpret: bool = False
+) -> dict[str, Any]:
+    """Scratch memory in which results leave for y where no cluster's sums meet."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if not interpret and (t.splits > 1 or norm):
+        return {}
+    return {
+        f"y{i}": plgpu.SMEM(
+            (width, share_of(kind, width, t, interpret)[1]),
+            jnp.float32 if interpret else kind.dtype,
+        )
+        for i, kind in enumerate(kinds)
+    }
 
 
 @dataclass(frozen=True)
@@ -438,16 +362,13 @@ class Cta:
     acc: Any = None
     read: Any = None
     complete: Any = None
+    parts: Any = None
+    row_parts: Any = None
 
     @property
     def steps(self) -> int:
         """Steps of a CTA; its warpgroup g takes g, g + warpgroups, ..."""
         return self.k // self.t.step // self.t.splits
-
-    @property
-    def in_cluster(self) -> bool:
-        """Whether the sums meet in a cluster of several CTAs."""
-        return self.t.splits > 1 and not self.interpret
 
     def columns(self, j: Any) -> Any:
         """Columns of w and x of this warpgroup's step j."""
@@ -456,8 +377,8 @@ class Cta:
         step = self.split * self.steps + self.wg + j * self.t.warpgroups
         return pl.ds(step * self.t.step, self.t.step)
 
-    def issue(self, w: Any, kind: Kind, local: Any, which: Any, j: Any, slot: Any) -> None:
-        """Fill a slot with step j of tile `local` of w [L, N, K] and of x."""
+    def request(self, w: Any, kind: Kind, local: Any, j: Any, slot: Any) -> None:
+        """Fill a slot with step j of tile `local` of w [L, N, K]."""
         from jax.experimental import pallas as pl
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -466,8 +387,7 @@ class Cta:
             apart = half if kind.situ is None else kind.rows // 2
             row = local * kind.per_tile + part * apart
             into = self.ws.at[slot, pl.ds(part * half, half)]
-            plgpu.copy_gmem_to_smem(w.at[which, pl.ds(row, half), cols], into, bar)
-        self.fetch(j, slot)
+            plgpu.copy_gmem_to_smem(w.at[self.layer[0], pl.ds(row, half), cols], into, bar)
 
     def fetch(self, j: Any, slot: Any) -> None:
         """The part of a slot that is x."""
@@ -491,19 +411,43 @@ class Cta:
         return row_norm.scale_tile(seen, self.xs.at[slot], weight, self.width)
 
 
-def multiply(c: Cta, w: Any, kind: Kind, first: int) -> None:
-    """This warpgroup's part of the product of a tile of w, into its place in `sums`."""
+class Wait(NamedTuple):
+    """How a product waits for its x."""
+
+    all: Callable[[], None]  # returns when x is there
+    pace: Callable[[], None]  # between two requests of w, for who makes x to get at memory too
+
+
+def multiply(c: Cta, w: Any, kind: Kind, first: int, wait: Wait | None = None) -> None:
+    """This warpgroup's part of the product of a tile of w, into its place in `sums`.
+
+    With `wait` as much of w as there is room for is requested before x is waited for.
+    """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    t, which = c.t, c.layer[0]
+    t = c.t
     mine = (c.steps - c.wg + t.warpgroups - 1) // t.warpgroups
 
-    def issue(j, slot):
-        c.issue(w, kind, c.tile - first, which, j, slot)
+    def request(j, slot):
+        c.request(w, kind, c.tile - first, j, slot)
 
-    for s in range(t.stages):
-        pl.when(s < mine)(lambda s=s: issue(s, c.wg * t.stages + s))
+    def issue(j, slot):
+        request(j, slot)
+        c.fetch(j, slot)
+
+    def fill(work):
+        for s in range(t.stages):
+            if wait is not None and work is request and s:
+                wait.pace()
+            pl.when(s < mine)(lambda s=s: work(s, c.wg * t.stages + s))
+
+    if wait is None:
+        fill(issue)
+    else:
+        fill(request)
+        wait.all()
+        fill(c.fetch)
     start = None if c.scale is None else row_norm.no_squares(c.width)
 
     def accumulate(sum_ref):
@@ -547,25 +491,22 @@ def _store(c: Cta, y: Any, kind: Kind, first: int, staged: Any) -> None:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    columns = _share(kind, c.width, c.t, c.interpret)[1]
+    columns = share_of(kind, c.width, c.t, c.interpret)[1]
+    start = (c.tile - first) * kind.per_tile + c.split * columns
+    if c.parts is not None:
+        direct_store.store(y, start, _result(c, kind), kind.columns, kind.copies)
+        return
     if c.interpret:
         staged[...] = cluster_sum.local_total(c.sums, 0, c.t.tile)
         target, start = y.at[c.split], (c.tile - first) * c.t.tile
     else:
-        staged[...] = _result(c, c.split * columns, columns, kind)
-        target, start = y, (c.tile - first) * kind.per_tile + c.split * columns
+        staged[...] = _result(c, kind)
+        target = y
     plgpu.commit_smem()
     rows = pl.ds(c.tile * 0, c.width)
-    if kind.copies == 1 or c.interpret:
-        plgpu.copy_smem_to_gmem(staged, target.at[rows, pl.ds(start, columns)])
-    else:
-
-        @pl.when(start < kind.columns)  # what lies beyond would be the next copy's
-        def _() -> None:
-            for i in range(kind.copies):
-                place = pl.ds(start + i * kind.columns, columns)
-                plgpu.copy_smem_to_gmem(staged, target.at[rows, place])
-
+    for i in range(1 if c.interpret else kind.copies):
+        place = pl.ds(start + i * kind.columns, columns)
+        plgpu.copy_smem_to_gmem(staged, target.at[rows, place])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
@@ -578,19 +519,14 @@ def _body(
     interpret: bool,
 ) -> Any:
     from jax.experimental import pallas as pl
-    from jax.experimental.pallas import mosaic_gpu as plgpu
 
     count = len(kinds)
-    ranges, first = [], 0  # tiles of each matrix
-    for kind in kinds:
-        ranges.append((first, first + kind.tiles))
-        first += kind.tiles
 
     def body(
         x,
         layer,
         norm,
-        *refs,  # bf16 [L, N, K] each, then outputs [M, N] each (interpreter: f32 [S, width, N])
+        *refs,  # bf16 [L, N, K] each, outputs [M, N] each (interpreter: f32 [S, width, N]), zeros
         ws,
         xs,
         sums,
@@ -600,45 +536,77 @@ def _body(
         acc=None,
         read=None,
         complete=None,
+        parts=None,
+        row_parts=None,
         **ys,  # y0, y1, ...: [width, columns of a finisher]
     ):
         tile, split, wg = (lax.axis_index(name) for name in ("tile", "split", "wg"))
         places = tile, split, wg
-        held = ws, xs, sums, full, squares, acc, read, complete
+        held = ws, xs, sums, full, squares, acc, read, complete, parts, row_parts
         c = Cta(k, width, t, scale, interpret, *places, x, layer, norm, *held)
-        for i, (kind, (low, high)) in enumerate(zip(kinds, ranges, strict=True)):
-            here = (tile >= low) & (tile < high)
-            pl.when(here)(lambda i=i, kind=kind, low=low: multiply(c, refs[i], kind, low))
-        if c.in_cluster:
-            cluster_sum.barrier()
-        else:
-            plgpu.barrier_arrive(done.at[0])
-            pl.when(wg == 0)(lambda: plgpu.barrier_wait(done.at[0]))
-        for i, (kind, (low, high)) in enumerate(zip(kinds, ranges, strict=True)):
-            here = (tile >= low) & (tile < high) & (wg == 0)
-            if not interpret:
-                here &= split < _share(kind, width, t, interpret)[0]
-            pl.when(here)(
-                lambda i=i, kind=kind, low=low: _store(c, refs[count + i], kind, low, ys[f"y{i}"])
-            )
-        if c.in_cluster:
-            cluster_sum.barrier()  # nobody leaves while its sums are read
+        products(c, kinds, refs[:count], refs[count:], list(ys.values()), done)
+        if len(refs) > 2 * count:
+            pl.when((tile == 0) & (split == 0) & (wg == 0))(lambda: meeting.clear(refs[-1]))
 
     return body
 
 
-def _result(c: Cta, first: Any, columns: int, kind: Kind) -> jax.Array:
-    """Finished columns [width, columns] of a tile: all sums added, norm, SiTU, rounding."""
+def products(
+    c: Cta,
+    kinds: Sequence[Kind],
+    ws: Any,
+    ys: Any,
+    staged: Any,
+    done: Any,
+    wait: Wait | None = None,
+) -> None:
+    """A CTA's tile of one of the products, whole; `wait` as in `multiply`."""
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    def total(start: Any) -> jax.Array:
-        if c.t.splits == 1 and c.scale is None:
+    first, ranges = 0, []  # tiles of each matrix
+    for i, kind in enumerate(kinds):
+        ranges.append((i, kind, first, (c.tile >= first) & (c.tile < first + kind.tiles)))
+        first += kind.tiles
+    for i, kind, low, here in ranges:
+        pl.when(here)(lambda i=i, kind=kind, low=low: multiply(c, ws[i], kind, low, wait))
+    plgpu.barrier_arrive(done.at[0])
+    pl.when(c.wg == 0)(lambda: plgpu.barrier_wait(done.at[0]))
+    if c.parts is not None:
+        for _, kind, _, here in ranges:
+            pl.when(here & (c.wg == 0))(lambda kind=kind: _push(c, kind))
+        cluster_sum.barrier()
+    for i, kind, low, here in ranges:
+        finishes = here & (c.wg == 0)
+        if not c.interpret:
+            finishes &= c.split < share_of(kind, c.width, c.t, c.interpret)[0]
+        out = None if c.parts is not None else staged[i]
+        pl.when(finishes)(lambda y=ys[i], q=kind, at=low, out=out: _store(c, y, q, at, out))
+
+
+def _starts(kind: Kind, t: Tuning) -> tuple[int, ...]:
+    """Rows of a tile at which gate and up begin, or all of it."""
+    return (0,) if kind.situ is None else (0, t.tile // 2)
+
+
+def _push(c: Cta, kind: Kind) -> None:
+    finishers, columns = share_of(kind, c.width, c.t, False)
+    held = c.sums, c.squares, c.parts, c.row_parts
+    cluster_sum.push_tile(*held, c.split, _starts(kind, c.t), columns, finishers)
+
+
+def _result(c: Cta, kind: Kind) -> jax.Array:
+    """This CTA's columns [width, columns] of a tile: sums added, norm, SiTU, rounding."""
+    columns = share_of(kind, c.width, c.t, False)[1]
+
+    def total(block: int, start: int) -> jax.Array:
+        if c.parts is None:
             return cluster_sum.local_total(c.sums, start, columns)
-        return cluster_sum.cluster_total(c.sums, c.squares, start, columns, c.t.splits, c.scale)
+        held = c.parts, c.row_parts
+        return cluster_sum.pushed_total(*held, block, c.width, columns, c.scale)
 
+    found = [total(block, start) for block, start in enumerate(_starts(kind, c.t))]
     if kind.situ is None:
-        return total(first).astype(kind.dtype)
-    rounded = [
-        total(first + part * (c.t.tile // 2)).astype(jnp.bfloat16).astype(jnp.float32)
-        for part in range(2)
-    ]
+        return found[0].astype(kind.dtype)
+    rounded = [x.astype(jnp.bfloat16).astype(jnp.float32) for x in found]
     return situ_f32(*rounded, *kind.situ).astype(kind.dtype)

@@ -103,7 +103,7 @@ def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
             lambda p, b, c, d, *ws: attn_res.attn_res(p, b, c, d, *ws, eps=1e-5, snapshot=True),
             (row, s(bf16, m, 8, 7168), layer, row, wide, wide, wide),
         )
-        out |= _small_cases(m)
+        out |= _small_cases(m) | (_mix_cases(m) if m <= 8 else {})
         for ranks in (16, 8):
             width, z, e = 3072 // ranks, 3584, 896
             w13 = s(jnp.uint32, 2, e * width // 32, mxfp4.tile_lines(z), 32)
@@ -112,10 +112,12 @@ def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
                 lambda *a, width=width: experts.experts(*a, width=width, betas=situ),
                 (s(bf16, m, z), s(i32, m, 16), s(f32, m, 16), w13, w2, layer),
             )
-            one = replace(experts.default_tuning(m, width, z), one_kernel=True)
-            out[f"experts.one_kernel.tp{ranks}.rows{m}"] = (
-                lambda *a, width=width, one=one: experts.experts(
-                    *a, width=width, betas=situ, tuning=one
+            usual = experts.default_tuning(m, width, z)
+            other = replace(usual, one_kernel=not usual.one_kernel)
+            form = "one_kernel" if other.one_kernel else "two_kernels"
+            out[f"experts.{form}.tp{ranks}.rows{m}"] = (
+                lambda *a, width=width, other=other: experts.experts(
+                    *a, width=width, betas=situ, tuning=other
                 ),
                 out[f"experts.tp{ranks}.rows{m}"][1],
             )
@@ -131,6 +133,47 @@ def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
                 s(f32, 2, 6), s(f32, 2, 768), s(f32, 2, 128), layer, *[s(i32, batch)] * 3,
             ),
         )  # fmt: skip
+    return out
+
+
+def _mix_cases(m: int) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """AttnRes with the products behind it, as the layers of a TP16 rank have them."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels import mix_products, route, skinny
+
+    bf16, f32, i32 = jnp.bfloat16, jnp.float32, jnp.int32
+    s, d = jax.ShapeDtypeStruct, 7168
+
+    def call(items: Callable[..., Any]) -> Callable[..., Any]:
+        def run(prefix, bank, delta, shared, *rest):
+            *stacks, counters, layer = rest[:5]
+            mix = mix_products.Mix(prefix, bank, layer, delta, *stacks, layer, shared)
+            return mix_products.mix_products(mix, items(rest[5:]), counters, layer, eps=1e-5)
+
+        return run
+
+    def plain(ws: Any) -> Any:
+        return [skinny.Projection(w, bf16) for w in ws]
+
+    def routing(ws: Any) -> Any:
+        return route.items(*ws, (4.0, 25.0), 16)
+
+    out = {}
+    for name, items, sizes in (
+        ("kda", plain, (3208,)),
+        ("mla", plain, (2112, 768)),
+        ("route", routing, (56, 224, 768)),
+    ):
+        if m > {"kda": 2, "mla": 4, "route": 8}[name]:
+            continue  # kernels of their own there
+        row, shared, stack = s((m, d), bf16), s((m, d), f32), s((2, d), bf16)
+        ws = [s((2, n, d), bf16) for n in sizes]
+        out[f"mix_products.{name}.rows{m}"] = (
+            call(items),
+            (row, s((m, 8, d), bf16), row, shared, *[stack] * 3, s((128,), i32), s((), i32), *ws),
+        )
     return out
 
 

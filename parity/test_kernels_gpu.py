@@ -60,7 +60,7 @@ def test_route_and_latent_up(m):
     for a, b in zip(got, route.reference(x, gate, down, shared, betas=SITU), strict=True):
         same(a, b, 4e-3)
     x, norm, w = with_nan_row(normal(3, m, 3584)), normal(4, 3584), normal(5, 1, 448, 3584)
-    got = latent_up.latent_up(x, norm, w, eps=1e-5)
+    (got,) = latent_up.latent_up(x, norm, w, eps=1e-5)
     same(got, latent_up.reference(x, norm, w, eps=1e-5), 4e-3)
 
 

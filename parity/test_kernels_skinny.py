@@ -61,7 +61,7 @@ def test_latent_up(k):
     rng = np.random.default_rng(2)
     x, norm, w = normal(rng, 3, k), normal(rng, k), normal(rng, 1, 64, k, scale=1 / 16)
     tuning = skinny.Tuning(stages=2, warpgroups=1, splits=2) if k == 256 else None
-    got = latent_up.latent_up(x, norm, w, eps=1e-5, tuning=tuning, interpret=True)
+    (got,) = latent_up.latent_up(x, norm, w, eps=1e-5, tuning=tuning, interpret=True)
     # the rounding sits elsewhere: two independent sets of bf16 roundings apart
     same(got, latent_up.reference(x, norm, w, eps=1e-5), 6e-3)
 

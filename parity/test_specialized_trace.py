@@ -29,20 +29,26 @@ from parity.kernel_env import needs_interpreter
 
 GOLDEN = Path(__file__).parent / "golden"
 RANKS = 16
-# per step: attn_res twice a layer; the dense layer is KDA and has two products in place of experts
-LAYERS = {
-    "k3_attn_res": 5 * 2,
+# per step, 1 row: twice a layer the mixture with the products that read it (but for the dense
+# layer, which is KDA, in front of its own two products)
+ONE = {
+    "k3_mix_products": 5 * 2 - 1,
+    "k3_attn_res": 1,
     "k3_kda": 4,
     "k3_mla_query": 1,
     "k3_mla_attend": 1,
     "k3_mla_value": 1,
     "k3_topk": 4,
-    "k3_experts_gate_up": 4,
-    "k3_experts_down": 4,
-    # in_proj, o_proj and the dense pair; per MoE layer route and latent up; MLA has one more
-    # projection; the head
-    "k3_skinny": 4 + 5 + 2 + 4 * 2 + 2 + 1,
+    "k3_experts": 4,
+    # o_proj and the dense pair; latent up; a projection of MLA; the head
+    "k3_skinny": 5 + 2 + 4 + 1 + 1,
 }
+# 8 rows: in_proj and MLA's first projections are kernels of their own
+FEW = ONE | {"k3_mix_products": 4, "k3_attn_res": 6, "k3_skinny": ONE["k3_skinny"] + 5}
+# more: so is the router's part, and the two products of the experts
+MANY = FEW | {"k3_attn_res": 5 * 2, "k3_skinny": FEW["k3_skinny"] + 4}
+MANY |= {"k3_experts_gate_up": 4, "k3_experts_down": 4}
+del MANY["k3_mix_products"], MANY["k3_experts"]
 
 
 def traced(
@@ -80,13 +86,13 @@ def traced(
 @pytest.mark.parametrize("rows", [1, 8, 64])
 def test_decode_runs_every_kernel(rows):
     got = traced(rows, 1, LATENCY_SPECIALIZED, decode_backend="latency_specialized")
-    assert got == LAYERS
+    assert got == {1: ONE, 8: FEW, 64: MANY}[rows]
 
 
 @needs_interpreter
 def test_verification_commits_by_a_kernel():
     got = traced(1, 8, LATENCY_SPECIALIZED, decode_backend="latency_specialized")
-    assert got == LAYERS | {"k3_kda_commit": 1}
+    assert got == FEW | {"k3_kda_commit": 1}
 
 
 @needs_interpreter
@@ -97,7 +103,8 @@ def test_the_recorded_model_with_real_head_sizes_fits(tokens):
     run = RunConfig(decode_backend="latency_specialized", page_size=16)
     assert limits.unmet(config, run, 1) == []
     got = traced(2, tokens, LATENCY_SPECIALIZED, config, 1, decode_backend="latency_specialized")
-    assert {"k3_kda", "k3_mla_attend", "k3_experts_down", "k3_attn_res", "k3_topk"} <= set(got)
+    assert {"k3_kda", "k3_mla_attend", "k3_attn_res", "k3_topk"} <= set(got)
+    assert got["k3_experts_down"] == 4
 
 
 def test_auto_has_no_kernel():

@@ -9,6 +9,21 @@ import jax
 from jax_impl.numerics import Numerics, f32
 
 
+class Ahead(NamedTuple):
+    """What a stage hands on, and what it has already done for the next one.
+
+    A stage that takes an array and gets this need not do the work again; `plain` is the array.
+    """
+
+    array: jax.Array
+    done: Any  # the next stage's first products
+
+
+def plain(x: jax.Array | Ahead) -> jax.Array:
+    """The array that a stage hands on."""
+    return x.array if isinstance(x, Ahead) else x
+
+
 class Routed(NamedTuple):
     """From `route` to `experts`."""
 
@@ -24,6 +39,7 @@ class Delta(NamedTuple):
 
     up: jax.Array  # compute dtype [N, D], from the routed experts
     shared: jax.Array  # f32 [N, D], from the shared experts
+    counters: jax.Array | None = None  # i32 [128] at 0, see `pallas_kernels.meeting`
 
 
 def whole(nx: Numerics, delta: jax.Array | Delta) -> jax.Array:

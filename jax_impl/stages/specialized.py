@@ -17,16 +17,27 @@ from jax_impl.collectives import all_gather, all_gather_packed, all_reduce, all_
 from jax_impl.config import RunConfig
 from jax_impl.numerics import f32
 from jax_impl.ops.kda import Records
-from jax_impl.params import Layer, LayerWeights, Root
+from jax_impl.params import Kda, Layer, LayerWeights, Moe, Root
 from jax_impl.stages import standard
-from jax_impl.stages.contract import Delta, Routed, whole
+from jax_impl.stages.contract import Ahead, Delta, Routed, whole
 from jax_impl.static import Static
 from pallas_kernels import attn_res as attn_res_kernel
 from pallas_kernels import experts as experts_kernel
 from pallas_kernels import kda as kda_kernel
 from pallas_kernels import kda_commit as commit_kernel
-from pallas_kernels import latent_up, mla_attend, mla_query, mla_value, paged, skinny, topk
+from pallas_kernels import (
+    latent_up,
+    meeting,
+    mix_products,
+    mla_attend,
+    mla_query,
+    mla_value,
+    paged,
+    skinny,
+    topk,
+)
 from pallas_kernels import route as route_kernel
+from pallas_kernels.mix_products import Mix
 from pallas_kernels.skinny import Projection
 
 BF16 = jnp.bfloat16
@@ -56,14 +67,38 @@ def attn_in(
     *,
     starts_block: bool,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`standard.attn_in` in one kernel."""
+    """`standard.attn_in` in one kernel, with the attention's first products."""
     n, i = layer.norms.stacks, layer.norms.index
-    delta, shared = delta if isinstance(delta, Delta) else (delta, None)
-    return attn_res_kernel.attn_res(
+    delta, shared, counters = delta if isinstance(delta, Delta) else (delta, None, None)
+    mix = Mix(
         prefix, snapshots, count, delta,
-        n.self_attention_res_norm, n.self_attention_res_proj, n.input_layernorm,
-        layer=i, eps=static.config.rms_norm_eps, snapshot=starts_block, shared=shared,
+        n.self_attention_res_norm, n.self_attention_res_proj, n.input_layernorm, i, shared,
     )  # fmt: skip
+    items = _attention_items(layer.attention)
+    return _mixed(static, mix, items, layer.attention.index, counters, snapshot=starts_block)
+
+
+def _mixed(static, mix, items, layer, counters, **kw):
+    """(x, prefix, snapshots); x with the products of `items` where one kernel makes both."""
+    eps = static.config.rms_norm_eps
+    if not items or mix_products.limits(mix, items):
+        found = attn_res_kernel.attn_res(
+            *mix[:7], layer=mix.layer, shared=mix.shared, eps=eps, **kw
+        )
+        return found
+    counters = meeting.counters() if counters is None else counters
+    x, *rest, done = mix_products.mix_products(mix, items, counters, layer, eps=eps, **kw)
+    return Ahead(x, done), *rest
+
+
+def _attention_items(w: Layer) -> list[Projection]:
+    m = w.stacks
+    first = (m.in_proj,) if isinstance(m, Kda) else (m.a_proj, m.g_proj)
+    return [Projection(matrix, BF16) for matrix in first]
+
+
+def _first_products(w: Layer, layer: int | jax.Array, x: jax.Array | Ahead) -> list[jax.Array]:
+    return x.done if isinstance(x, Ahead) else skinny.projections(x, _attention_items(w), layer)
 
 
 @_once
@@ -77,7 +112,7 @@ def kda(
     window: jax.Array,
 ) -> tuple[jax.Array, tuple[Records, jax.Array]]:
     """`standard.kda` in two kernels; the pending commit holds records."""
-    fused = _in_proj(w, layer, x)
+    (fused,) = _first_products(w, layer, x)
     heads, update, key, g = _mix(static, w, layer, fused, inputs, state, window, commit=False)
     channels = window.shape[3]
     raw = fused[:, :channels].reshape(*inputs.tokens.shape, channels)
@@ -95,13 +130,9 @@ def kda_step(
     window: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`standard.kda_step` in two kernels; state and window in place."""
-    fused = _in_proj(w, layer, x)
+    (fused,) = _first_products(w, layer, x)
     heads, state, window = _mix(static, w, layer, fused, inputs, state, window, commit=True)
     return heads, state, window
-
-
-def _in_proj(w: Layer, layer: int | jax.Array, x: jax.Array) -> jax.Array:
-    return skinny.skinny(x, w.stacks.in_proj, layer, out_dtype=BF16)
 
 
 def _mix(static: Static, w: Layer, layer, fused, inputs, state, window, *, commit: bool):
@@ -142,9 +173,7 @@ def mla(
     """`standard.mla` in five kernels; the latent cache in place."""
     c, m, eps = static.config, w.stacks, static.run.latent_eps
     (batch, tokens), heads = inputs.tokens.shape, c.num_attention_heads // static.ranks.size
-    a, gate = skinny.projections(
-        x, [Projection(m.a_proj, BF16), Projection(m.g_proj, BF16)], w.index
-    )
+    a, gate = _first_products(w, w.index, x)
     (q,) = skinny.projections(
         a, [Projection(m.q_b_proj, BF16)], w.index, norm=(m.q_a_layernorm, eps)
     )
@@ -175,14 +204,18 @@ def attn_out(
     *,
     starts_block: bool,
 ) -> tuple[jax.Array, jax.Array]:
-    """`standard.attn_out` in two kernels."""
+    """`standard.attn_out` in two kernels, with the products that the router's stage begins with."""
     n, i, attention = layer.norms.stacks, layer.norms.index, layer.attention
-    partial = skinny.skinny(heads, attention.stacks.o_proj, attention.index)
-    y, prefix, _ = attn_res_kernel.attn_res(
+    partial, counters = skinny.projections(
+        heads, [Projection(attention.stacks.o_proj)], attention.index, zeros=True
+    )
+    mix = Mix(
         prefix, snapshots, count, all_reduce(partial, static.ranks),
-        n.mlp_res_norm, n.mlp_res_proj, n.post_attention_layernorm,
-        layer=i, eps=static.config.rms_norm_eps, reset=starts_block,
+        n.mlp_res_norm, n.mlp_res_proj, n.post_attention_layernorm, i,
     )  # fmt: skip
+    w = layer.mlp
+    items = _route_items(static, w) if isinstance(w.stacks, Moe) else []
+    y, prefix, _ = _mixed(static, mix, items, w.index, counters, reset=starts_block)
     return y, prefix
 
 
@@ -199,18 +232,22 @@ def _copies(static: Static) -> int:
     return static.ranks.size if static.ranks.axis is None else 1
 
 
+def _route_items(static: Static, w: Layer) -> list[Projection]:
+    m = w.stacks
+    return route_kernel.items(
+        m.gate, m.routed_expert_down_proj, m.shared_gate_up_proj, static.betas, _copies(static)
+    )
+
+
 @_once
 def route(static: Static, w: Layer, y: jax.Array) -> Routed:
     """`standard.route` in two kernels: what reads y; the choice, beside it the shared experts."""
     c, m = static.config, w.stacks
-    logits, latent, hidden = route_kernel.route(
-        y, m.gate, m.routed_expert_down_proj, m.shared_gate_up_proj, w.index,
-        betas=static.betas, copies=_copies(static),
-    )  # fmt: skip
+    logits, latent, hidden = (
+        y.done if isinstance(y, Ahead) else skinny.projections(y, _route_items(static, w), w.index)
+    )
     if _copies(static) == 1:
         logits, latent = all_gather_packed((logits, latent), static.ranks)
-    else:
-        logits = all_gather(logits, static.ranks)
     choice = topk.topk(
         logits, m.e_score_correction_bias, w.index, k=c.num_experts_per_token,
         scaling=c.routed_scaling_factor, shared=(hidden, m.shared_down_proj),
@@ -234,11 +271,11 @@ def moe_out(static: Static, w: Layer, routed: jax.Array, shared: jax.Array) -> D
     """`standard.moe_out`: norm and up projection in one kernel; `attn_in` adds the parts."""
     m = w.stacks
     total, shared = all_reduce_packed((routed, shared), static.ranks)
-    up = latent_up.latent_up(
+    up, counters = latent_up.latent_up(
         static.nx.round(total), m.routed_expert_norm, m.routed_expert_up_proj, w.index,
-        eps=static.config.rms_norm_eps, copies=_copies(static),
+        eps=static.config.rms_norm_eps, copies=_copies(static), zeros=True,
     )  # fmt: skip
-    return Delta(up if _copies(static) > 1 else all_gather(up, static.ranks), shared)
+    return Delta(up if _copies(static) > 1 else all_gather(up, static.ranks), shared, counters)
 
 
 @_once
