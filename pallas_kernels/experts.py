@@ -58,6 +58,8 @@ class Tuning:
         down_stages: items in flight per warpgroup of down.
         one_kernel: both products in one kernel, all CTAs of which meet between them; `warpgroups`
             serve both. All CTAs must be resident: at most one per multiprocessor.
+        sum_inside: of the one kernel, also the weighted sum, behind another meeting. Off, because
+            it has not run on a GPU.
     """
 
     ctas: int = 132
@@ -67,6 +69,7 @@ class Tuning:
     down_tiles: int = 2
     down_stages: int = 2
     one_kernel: bool = False
+    sum_inside: bool = False
 
 
 def default_tuning(rows: int, width: int, latent: int) -> Tuning:
@@ -82,9 +85,8 @@ def default_tuning(rows: int, width: int, latent: int) -> Tuning:
     ):
         warpgroups -= 1
     share = math.gcd(latent // _block(latent), 4)
-    together = (
-        rows <= COLUMNS and latent % 128 == 0 and (common.cores() or Tuning.ctas) >= Tuning.ctas
-    )
+    together = rows <= COLUMNS and latent % 128 == 0
+    together &= (common.cores() or Tuning.ctas) >= Tuning.ctas
     return Tuning(
         warpgroups=share, finishers=min(2, share), down_warpgroups=warpgroups, down_tiles=tiles,
         one_kernel=together,
@@ -122,8 +124,8 @@ def limits(
     common.expect(out, "shape of w13", w13.shape[1:], wanted, w13.shape[1:] == wanted)
     wanted = (experts * tiles2, mxfp4.tile_lines(width), mxfp4.LINE)
     common.expect(out, "shape of w2", w2.shape[1:], wanted, w2.shape[1:] == wanted)
-    ok = not t.one_kernel or z % 128 == 0
-    common.expect(out, "latent width", z, "a multiple of 128 in one kernel", ok)
+    ok = not t.sum_inside or z % 128 == 0
+    common.expect(out, "latent width", z, "a multiple of 128 with the sum inside", ok)
     if t.one_kernel:  # or those CTAs that have a place would wait for ever
         cores = common.cores() or t.ctas
         common.expect(out, "CTAs that meet", t.ctas, f"at most {cores}", t.ctas <= cores)
@@ -211,9 +213,12 @@ def experts(
     same: dict[str, Any] = dict(tuning=t, interpret=interpret)
     n, z = latent.shape
     if t.one_kernel and not interpret:
-        return _all(latent, units, weights, w13, w2, layer, width, betas, t)
-    h = gate_up(latent, units, w13, layer, k=ids.shape[1], width=width, betas=betas, **same)
-    r = down(h, units, w2, layer, rows=n, latent=z, **same)
+        r = _both(latent, units, weights, w13, w2, layer, width, betas, t)
+        if t.sum_inside:
+            return r
+    else:
+        h = gate_up(latent, units, w13, layer, k=ids.shape[1], width=width, betas=betas, **same)
+        r = down(h, units, w2, layer, rows=n, latent=z, **same)
     r = r.reshape(*ids.shape, -1).astype(jnp.float32)
     return jnp.sum(r * weights[..., None], axis=1)
 
@@ -509,12 +514,12 @@ def _down_body(n: int, pairs: int, z: int, width: int, t: Tuning, wgs: int, inte
             return acc
 
         lax.fori_loop(0, mine, item_step, None)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=meet is None)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=not t.sum_inside)
 
     return body
 
 
-def _all(
+def _both(
     latent: jax.Array,
     units: Units,
     weights: jax.Array,
@@ -525,7 +530,7 @@ def _all(
     betas: tuple[float, float],
     t: Tuning,
 ) -> jax.Array:
-    """`gate_up`, `down` and the weighted sum in one kernel.
+    """`gate_up` and `down` in one kernel: r [P, Z] bf16, or with `sum_inside` the sum [N, Z] f32.
 
     Their shared memory is the same, so a CTA asks for the first tiles of W2 when it is through with
     W13, and waits for the other CTAs' h meanwhile.
@@ -535,28 +540,18 @@ def _all(
 
     (n, z), wgs, k = latent.shape, t.warpgroups, weights.shape[1]
     pairs, bf16 = units.table.shape[0], jnp.bfloat16
+    out = [
+        jax.ShapeDtypeStruct((pairs, width // HALF, COLUMNS, HALF), bf16),
+        jax.ShapeDtypeStruct((pairs, z), bf16),
+        jax.ShapeDtypeStruct((n, z), jnp.float32),
+    ]
     first = _gate_up_body(n, z, k, width, betas, t, False)
     second = _down_body(n, pairs, z, width, t, wgs, False)
 
     def body(
-        x,
-        table,
-        shares,
-        a,
-        b,
-        layer,
-        count,
-        h,
-        r,
-        out,
-        *,
-        memory,
-        full,
-        done,
-        free,
-        left,
-        full_down,
-    ):
+        x, table, shares, a, b, layer, count, *outputs, memory, full, done, free, left, full_down
+    ):  # fmt: skip
+        h, r, *total = outputs
         (ws, xs, sums), (ws_down, hs, rs) = memory
         first(x, count, table, a, layer, h, ws, xs, sums, full, done, free)
         plgpu.commit_smem()  # the CTA's shared memory gets another use
@@ -565,17 +560,15 @@ def _all(
         met, all_ = count.at[pl.ds(1, 1)], t.ctas * wgs
         meet = partial(meeting.meet, met, all_)
         second(h, count, table, b, layer, r, ws_down, hs, rs, full_down, meet)
-        meeting.meet(met, 2 * all_)
-        _weighted_sum(r, shares, out, lax.axis_index("wg") * t.ctas + lax.axis_index("cta"), all_)
+        if total:
+            meeting.meet(met, 2 * all_)
+            number = lax.axis_index("wg") * t.ctas + lax.axis_index("cta")
+            _weighted_sum(r, shares, total[0], number, all_)
 
     call = common.kernel(
         body,
         "k3_experts",
-        out_type=[
-            jax.ShapeDtypeStruct((pairs, width // HALF, COLUMNS, HALF), bf16),
-            jax.ShapeDtypeStruct((pairs, z), bf16),
-            jax.ShapeDtypeStruct((n, z), jnp.float32),
-        ],
+        out_type=out if t.sum_inside else out[:2],
         grid=(t.ctas,),
         grid_names=("cta",),
         num_threads=wgs,
@@ -590,7 +583,7 @@ def _all(
         ),
     )
     count = jax.new_ref(units.count)
-    return call(latent, units.table, weights, w13, w2, common.layer_operand(layer), count)[2]
+    return call(latent, units.table, weights, w13, w2, common.layer_operand(layer), count)[-1]
 
 
 def _weighted_sum(r: Any, shares: Any, out: Any, first: Any, stride: int) -> None:
