@@ -229,7 +229,7 @@ def _feed_forward(sides: _Sides, w: tuple[Any, Any], y: jax.Array) -> None:
     routed = sides.run("route", w, y)
     sides.note("route.latent", *(r.latent for r in routed))
     sides.note("route.shared", *(r.shared for r in routed))
-    gaps = [chosen(sides.exact, w[1], _widened(y), r.ids) for r in routed[:2]]
+    gaps = [chosen(sides.exact, w[1], _widened(plain(y)), r.ids) for r in routed[:2]]
     sides.found["route.router_gap"] = Distance(*(gap for gap, _ in gaps))
     (_, mine), (_, theirs) = gaps
     sides.note("route.weights", routed[0].weights, routed[1].weights, mine, theirs)

@@ -132,6 +132,7 @@ def push_tile(
         reg = common.Registers()
         at = reg.ptx(_SQUARES_PLACE, reg.thread(), reg.shared_address(source), results=1)[0]
         offsets = [g * width * 8 + half for g in range(warpgroups) for half in (0, 32)]
+        # threads from `width` on read what lies behind, and tell nobody
         seen = _added(reg, at, offsets)
         place = reg.add(reg.shared_address(target), reg.mul(reg.thread(), 4))
         for cta in range(finishers):

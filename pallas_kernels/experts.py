@@ -87,6 +87,8 @@ def default_tuning(rows: int, width: int, latent: int) -> Tuning:
     share = math.gcd(latent // _block(latent), 4)
     together = rows <= COLUMNS and latent % 128 == 0
     together &= (common.cores() or Tuning.ctas) >= Tuning.ctas
+    one = Tuning(warpgroups=share, down_tiles=tiles, one_kernel=True)
+    together &= _down_bytes(width, one) <= common.SHARED_MEMORY
     return Tuning(
         warpgroups=share, finishers=min(2, share), down_warpgroups=warpgroups, down_tiles=tiles,
         one_kernel=together,

@@ -90,6 +90,13 @@ def limits(m: Mix, items: Sequence[Projection], *, tuning: Tuning | None = None)
     common.expect(out, "rows", n, f"1..{MAX_ROWS}", 1 <= n <= MAX_ROWS)
     span = attn_res.SPANS[-1]
     common.expect(out, "width", d, f"a multiple of {span}", d % span == 0)
+    found = {p.w.shape[2] for p in items}
+    common.expect(out, "columns of w", found, {d}, found == {d})
+    mixture = t.rows * (4 * t.mix.parts + 1) * (2 * m.snapshots.shape[1] + 3) * 4
+    tile = skinny.TILE * WIDTH * 4  # results are not staged; a mixture lies where sums do
+    more = max(0, mixture - t.products.warpgroups * tile) - tile
+    used, limit = skinny.shared_bytes(WIDTH, t.products) + more, common.SHARED_MEMORY
+    common.expect(out, "shared memory", used, f"at most {limit} bytes", used <= limit)
     ok = 1 <= t.rows <= t.products.warpgroups
     common.expect(out, "rows of a cluster", t.rows, f"1..{t.products.warpgroups}", ok)
     if ok:
@@ -250,8 +257,6 @@ def _body(form: attn_res.Form, kinds: tuple[skinny.Kind, ...], t: Tuning) -> Any
             wait = skinny.Wait(all_, partial(all_, t.looks))
             skinny.products(c, kinds, w, outs, (), done, wait)
 
-        # never so, but XLA hears that counters are written, and copies them where it has to
-        pl.when(valid[0] < 0)(lambda: meeting.clear(counters))
         pl.when(cluster < makers)(make)
         pl.when(cluster >= makers)(use)
 

@@ -84,9 +84,7 @@ def limits(
         unit = 8 if p.situ is None else t.tile
         common.expect(out, f"rows of {name}", n, f"a multiple of {unit} (pad them)", n % unit == 0)
         dtype = p.kind(t.tile).dtype
-        share = share_of(p.kind(t.tile), common.bucket(rows), t, False)[1]
-        ok = p.copies == 1 or t.splits > 1 or norm is not None or p.columns % share == 0
-        common.expect(out, "columns of y with copies", p.columns, f"a multiple of {share}", ok)
+        dtype = p.kind(t.tile).dtype
         allowed = (jnp.float32, jnp.bfloat16)
         common.expect(out, "out_dtype", dtype, "float32 or bfloat16", dtype in allowed)
     used = shared_bytes(common.bucket(rows), t, norm is not None)
@@ -493,7 +491,7 @@ def _store(c: Cta, y: Any, kind: Kind, first: int, staged: Any) -> None:
 
     columns = share_of(kind, c.width, c.t, c.interpret)[1]
     start = (c.tile - first) * kind.per_tile + c.split * columns
-    if c.parts is not None:
+    if c.parts is not None or (kind.copies > 1 and not c.interpret):
         direct_store.store(y, start, _result(c, kind), kind.columns, kind.copies)
         return
     if c.interpret:
@@ -504,9 +502,7 @@ def _store(c: Cta, y: Any, kind: Kind, first: int, staged: Any) -> None:
         target = y
     plgpu.commit_smem()
     rows = pl.ds(c.tile * 0, c.width)
-    for i in range(1 if c.interpret else kind.copies):
-        place = pl.ds(start + i * kind.columns, columns)
-        plgpu.copy_smem_to_gmem(staged, target.at[rows, place])
+    plgpu.copy_smem_to_gmem(staged, target.at[rows, pl.ds(start, columns)])
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -114,20 +114,27 @@ def default_tuning(
     else:
         warpgroups = 4 if splits == 1 and tiles <= 104 else 2
     stages = min(5, -(-steps // splits // warpgroups))
-    while stages > 1 and shared_bytes(width, Tuning(step, stages, warpgroups, tile=tile)) > (
+    cut = Tuning(step, stages, warpgroups, splits, tile)
+    while cut.stages > 1 and shared_bytes(width, cut, norm) > (
         # two CTAs per multiprocessor hide each other's start and end, where they fit with two
         # stages
-        common.SHARED_MEMORY // (2 if tiles * splits > CORES and stages > 2 else 1)
+        common.SHARED_MEMORY // (2 if tiles * splits > CORES and cut.stages > 2 else 1)
     ):
-        stages -= 1
-    return Tuning(step, stages, warpgroups, splits, tile)
+        cut = replace(cut, stages=cut.stages - 1)
+    return cut
 
 
 def shared_bytes(width: int, t: Tuning, norm: bool = False) -> int:
-    """Shared memory of one CTA: rings, sums, the result on its way out, squares, barriers."""
+    """Shared memory of one CTA: rings, sums, the result on its way out, squares, barriers.
+
+    Of a cluster's sums as many as with SiTU, where fewer CTAs finish a tile.
+    """
     ring = t.warpgroups * t.stages * (t.tile + width) * t.step * 2
-    sums = (t.warpgroups + 2) * t.tile * width * 4
-    return ring + sums + norm * (t.warpgroups + t.splits) * width * 8 + 1024
+    size = t.tile * width * 4
+    finishers = min(t.splits, max(1, size // 1024))
+    met = size * t.splits // finishers if t.splits > 1 or norm else 0
+    squares = norm * (t.warpgroups + t.splits) * width * 8
+    return ring + (t.warpgroups + 1) * size + met + squares + 1024
 
 
 def share_of(kind: Kind, width: int, t: Tuning, interpret: bool) -> tuple[int, int]:

@@ -90,6 +90,16 @@ def test_decode_runs_every_kernel(rows):
 
 
 @needs_interpreter
+@pytest.mark.parametrize("tp", [4, 8])
+@pytest.mark.parametrize("rows", [1, 64])
+def test_other_numbers_of_ranks(tp, rows):
+    """Wider shares: of the experts at 4 ranks too wide for one kernel."""
+    got = traced(rows, 1, LATENCY_SPECIALIZED, tp=tp, decode_backend="latency_specialized")
+    assert got["k3_experts" if tp == 8 and rows == 1 else "k3_experts_down"] == 4
+    assert got["k3_kda"] == 4 and got["k3_topk"] == 4
+
+
+@needs_interpreter
 def test_verification_commits_by_a_kernel():
     got = traced(1, 8, LATENCY_SPECIALIZED, decode_backend="latency_specialized")
     assert got == FEW | {"k3_kda_commit": 1}

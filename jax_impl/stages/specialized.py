@@ -66,8 +66,8 @@ def attn_in(
     delta: jax.Array | Delta,
     *,
     starts_block: bool,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`standard.attn_in` in one kernel, with the attention's first products."""
+) -> tuple[jax.Array | Ahead, jax.Array, jax.Array]:
+    """`standard.attn_in` in one kernel; for few rows with the attention's first products."""
     n, i = layer.norms.stacks, layer.norms.index
     delta, shared, counters = delta if isinstance(delta, Delta) else (delta, None, None)
     mix = Mix(
@@ -106,12 +106,12 @@ def kda(
     static: Static,
     w: Layer,
     layer: int | jax.Array,
-    x: jax.Array,
+    x: jax.Array | Ahead,
     inputs: StepInputs,
     state: jax.Array,
     window: jax.Array,
 ) -> tuple[jax.Array, tuple[Records, jax.Array]]:
-    """`standard.kda` in two kernels; the pending commit holds records."""
+    """`standard.kda` in two kernels, or one behind `Ahead`; the pending commit holds records."""
     (fused,) = _first_products(w, layer, x)
     heads, update, key, g = _mix(static, w, layer, fused, inputs, state, window, commit=False)
     channels = window.shape[3]
@@ -124,12 +124,12 @@ def kda_step(
     static: Static,
     w: Layer,
     layer: int | jax.Array,
-    x: jax.Array,
+    x: jax.Array | Ahead,
     inputs: StepInputs,
     state: jax.Array,
     window: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`standard.kda_step` in two kernels; state and window in place."""
+    """`standard.kda_step` in two kernels, or one behind `Ahead`; state and window in place."""
     (fused,) = _first_products(w, layer, x)
     heads, state, window = _mix(static, w, layer, fused, inputs, state, window, commit=True)
     return heads, state, window
@@ -165,12 +165,12 @@ def mla(
     static: Static,
     w: Layer,
     layer: int | jax.Array,
-    x: jax.Array,
+    x: jax.Array | Ahead,
     inputs: StepInputs,
     kv_latent: jax.Array,
     kv_scale: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """`standard.mla` in five kernels; the latent cache in place."""
+    """`standard.mla` in five kernels, or four behind `Ahead`; the latent cache in place."""
     c, m, eps = static.config, w.stacks, static.run.latent_eps
     (batch, tokens), heads = inputs.tokens.shape, c.num_attention_heads // static.ranks.size
     a, gate = _first_products(w, w.index, x)
@@ -203,8 +203,8 @@ def attn_out(
     count: int | jax.Array,
     *,
     starts_block: bool,
-) -> tuple[jax.Array, jax.Array]:
-    """`standard.attn_out` in two kernels, with the products that the router's stage begins with."""
+) -> tuple[jax.Array | Ahead, jax.Array]:
+    """`standard.attn_out` in two kernels; for few rows with the first products of `route`."""
     n, i, attention = layer.norms.stacks, layer.norms.index, layer.attention
     partial, counters = skinny.projections(
         heads, [Projection(attention.stacks.o_proj)], attention.index, zeros=True
@@ -240,8 +240,11 @@ def _route_items(static: Static, w: Layer) -> list[Projection]:
 
 
 @_once
-def route(static: Static, w: Layer, y: jax.Array) -> Routed:
-    """`standard.route` in two kernels: what reads y; the choice, beside it the shared experts."""
+def route(static: Static, w: Layer, y: jax.Array | Ahead) -> Routed:
+    """`standard.route` in two kernels: what reads y; the choice, beside it the shared experts.
+
+    Behind `Ahead` the first is done.
+    """
     c, m = static.config, w.stacks
     logits, latent, hidden = (
         y.done if isinstance(y, Ahead) else skinny.projections(y, _route_items(static, w), w.index)
@@ -257,7 +260,7 @@ def route(static: Static, w: Layer, y: jax.Array) -> Routed:
 
 @_once
 def experts(static: Static, w: Layer, routed: Routed) -> jax.Array:
-    """`standard.experts` in two kernels and the sum."""
+    """`standard.experts` in one kernel and the sum; beyond 8 rows in two."""
     m = w.stacks
     width = static.config.moe_intermediate_size // static.ranks.size
     return experts_kernel.experts(
