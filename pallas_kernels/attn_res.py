@@ -195,17 +195,20 @@ def attn_res(
     return tuple(a[..., :real] for a in (x, new, snapshots)) if missing else (x, new, snapshots)
 
 
+def scratch_shapes(t: Tuning, bank: int) -> dict[str, tuple[int, ...]]:
+    """What a row needs in the shared memory of each of its CTAs, f32, as `one_row` takes it."""
+    warps, sums = cluster_sum.WARPS * t.parts, 2 * bank + 2
+    return dict(score_parts=(warps, sums), norm_parts=(warps, 1), totals=(sums,))
+
+
 def _cut(form: Form, bank: int) -> dict[str, Any]:
     """Grid, cluster and scratch memory."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    t, f32, sums = form.t, jnp.float32, 2 * bank + 2
-    warps = cluster_sum.WARPS * t.parts
-    scratch = dict(
-        score_parts=plgpu.SMEM((warps, sums), f32),
-        norm_parts=plgpu.SMEM((warps, 1), f32),
-        totals=plgpu.SMEM((sums,), f32),
-    )
+    t = form.t
+    scratch: dict[str, Any] = {
+        name: plgpu.SMEM(shape, jnp.float32) for name, shape in scratch_shapes(t, bank).items()
+    }
     cut: dict[str, Any] = dict(grid=(form.rows,), grid_names=("row",), scratch_types=scratch)
     if form.interpret:  # has no clusters: the parts are warpgroups of one CTA
         scratch["ready"] = plgpu.Barrier(num_barriers=2, num_arrivals=t.parts)

@@ -4,14 +4,15 @@
     -> x, new prefix and snapshots as `attn_res` gives them, the products of x as `skinny` does
 
 The first clusters of the grid make x, a row's parts in as many CTAs; all others are those of
-`skinny`. They ask for their first weights, as much as shared memory holds,
-before they wait for x, so that the stream of weights begins with the kernel and not behind it. Who
-makes x waits for nobody. Rounding is that of the two kernels.
+`skinny`. They ask for their first weights, as much as shared memory holds, before they wait for x,
+so that the stream of weights begins with the kernel and not behind it. Who makes x waits for
+nobody. Rounding is that of the two kernels.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -42,6 +43,10 @@ class Mix(NamedTuple):
     layer: int | jax.Array  # of these stacks
     shared: jax.Array | None = None  # f32 [N, D]
 
+    def by(self, attn_res: Callable[..., Any], **settings: Any) -> Any:
+        """What `attn_res.attn_res` or its reference makes of it."""
+        return attn_res(*self[:7], layer=self.layer, shared=self.shared, **settings)
+
 
 @dataclass(frozen=True)
 class Tuning:
@@ -70,7 +75,7 @@ def default_tuning(rows: int, d: int, sizes: Sequence[int]) -> Tuning:
     step, wgs = 128, 2
     stages = min(6, max(1, d // step // splits // wgs))
     cut = skinny.Tuning(step, stages, wgs, splits)
-    while stages > 1 and skinny.shared_bytes(8, cut) > common.SHARED_MEMORY:
+    while stages > 1 and skinny.shared_bytes(WIDTH, cut) > common.SHARED_MEMORY:
         stages -= 1
         cut = replace(cut, stages=stages)
     return Tuning(attn_res.default_tuning(rows, d), cut, min(wgs, -(-rows // makers)))
@@ -92,7 +97,8 @@ def limits(m: Mix, items: Sequence[Projection], *, tuning: Tuning | None = None)
     common.expect(out, "width", d, f"a multiple of {span}", d % span == 0)
     found = {p.w.shape[2] for p in items}
     common.expect(out, "columns of w", found, {d}, found == {d})
-    mixture = t.rows * (4 * t.mix.parts + 1) * (2 * m.snapshots.shape[1] + 3) * 4
+    shapes = attn_res.scratch_shapes(t.mix, m.snapshots.shape[1]).values()
+    mixture = t.rows * sum(map(math.prod, shapes)) * 4
     tile = skinny.TILE * WIDTH * 4  # results are not staged; a mixture lies where sums do
     more = max(0, mixture - t.products.warpgroups * tile) - tile
     used, limit = skinny.shared_bytes(WIDTH, t.products) + more, common.SHARED_MEMORY
@@ -119,9 +125,7 @@ def reference(
     snapshot: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array]]:
     """The same in plain jnp."""
-    found = attn_res.reference(
-        *m[:7], layer=m.layer, shared=m.shared, eps=eps, reset=reset, snapshot=snapshot
-    )
+    found = m.by(attn_res.reference, eps=eps, reset=reset, snapshot=snapshot)
     return *found, skinny.reference(found[0], items, layer)
 
 
@@ -148,10 +152,8 @@ def mix_products(
     common.require(limits(m, items, tuning=tuning), "mix_products")
     t = tuning or default_tuning(*m.prefix.shape, [p.rows for p in items])
     if interpret:
-        x, *rest = attn_res.attn_res(
-            *m[:7], layer=m.layer, shared=m.shared, eps=eps, reset=reset, snapshot=snapshot,
-            tuning=t.mix, interpret=True,
-        )  # fmt: skip
+        same = dict(eps=eps, reset=reset, snapshot=snapshot)
+        x, *rest = m.by(attn_res.attn_res, tuning=t.mix, interpret=True, **same)
         cut = t.products
         return x, *rest, skinny.projections(x, items, layer, tuning=cut, interpret=True)
     (n, d), bank = m.prefix.shape, m.snapshots.shape[1]
@@ -180,13 +182,10 @@ def _build(
 ) -> Any:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    f32, sums, cut = jnp.float32, 2 * bank + 2, t.products
+    cut = t.products
     memory = skinny.scratch(WIDTH, cut)
-    mixing = [
-        plgpu.SMEM((t.rows, 4 * t.mix.parts, sums), f32),
-        plgpu.SMEM((t.rows, 4 * t.mix.parts, 1), f32),
-        plgpu.SMEM((t.rows, sums), f32),
-    ]
+    shapes_of_row = attn_res.scratch_shapes(t.mix, bank).values()
+    mixing = [plgpu.SMEM((t.rows, *shape), jnp.float32) for shape in shapes_of_row]
     memory["sums"] = plgpu.RefUnion(mixing, [memory["sums"]])
     memory |= skinny.parts(kinds, WIDTH, cut, False)
     clusters = sum(_clusters(form.rows, sum(kind.tiles for kind in kinds), t))

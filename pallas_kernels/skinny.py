@@ -84,7 +84,6 @@ def limits(
         unit = 8 if p.situ is None else t.tile
         common.expect(out, f"rows of {name}", n, f"a multiple of {unit} (pad them)", n % unit == 0)
         dtype = p.kind(t.tile).dtype
-        dtype = p.kind(t.tile).dtype
         allowed = (jnp.float32, jnp.bfloat16)
         common.expect(out, "out_dtype", dtype, "float32 or bfloat16", dtype in allowed)
     used = shared_bytes(common.bucket(rows), t, norm is not None)
@@ -288,7 +287,7 @@ def _build(
 
 
 def scratch(width: int, t: Tuning) -> dict[str, Any]:
-    """Scratch memory that `multiply` and `finish` use."""
+    """Scratch memory that `products` uses for one product whose sums do not meet in a cluster."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     ring, bf16 = t.warpgroups * t.stages, jnp.bfloat16
@@ -306,7 +305,7 @@ def parts(kinds: Sequence[Kind], width: int, t: Tuning, norm: bool) -> dict[str,
     """Scratch memory in which a cluster's sums meet, if they do."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    if t.splits == 1 and not norm:
+    if not t.meets(norm):
         return {}
     most = max(len(_starts(q, t)) * width * share_of(q, width, t, False)[1] for q in kinds)
     out = dict(parts=plgpu.SMEM((t.splits, most), jnp.float32))
@@ -320,7 +319,7 @@ def staging(
     """Scratch memory in which results leave for y where no cluster's sums meet."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    if not interpret and (t.splits > 1 or norm):
+    if not interpret and t.meets(norm):
         return {}
     return {
         f"y{i}": plgpu.SMEM(
@@ -338,7 +337,8 @@ class Cta:
     x bf16 [M, K]; layer i32 [1]; with a norm (scale: numbers of a row, eps) norm bf16 [L or 1, K].
     Scratch: ws bf16 [ring, tile, step], xs bf16 [ring, width, step], sums f32 [warpgroups, tile,
     width], squares f32 [warpgroups, width / 8, 16] with a norm; with tcgen05 acc f32 [128, width]
-    in tensor memory and its barriers read and complete.
+    in tensor memory and its barriers read and complete. Where sums meet, parts and row_parts, see
+    `cluster_sum.push_tile`.
     """
 
     k: int
@@ -375,7 +375,7 @@ class Cta:
         step = self.split * self.steps + self.wg + j * self.t.warpgroups
         return pl.ds(step * self.t.step, self.t.step)
 
-    def request(self, w: Any, kind: Kind, local: Any, j: Any, slot: Any) -> None:
+    def request(self, w: Any, kind: Kind, local: Any, which: Any, j: Any, slot: Any) -> None:
         """Fill a slot with step j of tile `local` of w [L, N, K]."""
         from jax.experimental import pallas as pl
         from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -385,7 +385,7 @@ class Cta:
             apart = half if kind.situ is None else kind.rows // 2
             row = local * kind.per_tile + part * apart
             into = self.ws.at[slot, pl.ds(part * half, half)]
-            plgpu.copy_gmem_to_smem(w.at[self.layer[0], pl.ds(row, half), cols], into, bar)
+            plgpu.copy_gmem_to_smem(w.at[which, pl.ds(row, half), cols], into, bar)
 
     def fetch(self, j: Any, slot: Any) -> None:
         """The part of a slot that is x."""
@@ -424,26 +424,26 @@ def multiply(c: Cta, w: Any, kind: Kind, first: int, wait: Wait | None = None) -
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    t = c.t
+    t, which = c.t, c.layer[0]
     mine = (c.steps - c.wg + t.warpgroups - 1) // t.warpgroups
 
     def request(j, slot):
-        c.request(w, kind, c.tile - first, j, slot)
+        c.request(w, kind, c.tile - first, which, j, slot)
 
     def issue(j, slot):
         request(j, slot)
         c.fetch(j, slot)
 
-    def fill(work):
+    def fill(work, between=None):
         for s in range(t.stages):
-            if wait is not None and work is request and s:
-                wait.pace()
+            if between is not None and s:
+                between()
             pl.when(s < mine)(lambda s=s: work(s, c.wg * t.stages + s))
 
     if wait is None:
         fill(issue)
     else:
-        fill(request)
+        fill(request, wait.pace)
         wait.all()
         fill(c.fetch)
     start = None if c.scale is None else row_norm.no_squares(c.width)
@@ -469,19 +469,6 @@ def multiply(c: Cta, w: Any, kind: Kind, first: int, wait: Wait | None = None) -
     common.store(c.sums.at[c.wg], result[0])
     if c.scale is not None:
         row_norm.store_squares(result[1], c.squares.at[c.wg], c.width)
-
-
-def finish(c: Cta, kind: Kind, first: int, y: Any, staged: Any, done: Any) -> None:
-    """Where K is not split: wait for all warpgroups' sums, and one writes the tile's columns."""
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    plgpu.barrier_arrive(done.at[0])
-
-    @pl.when(c.wg == 0)
-    def _() -> None:
-        plgpu.barrier_wait(done.at[0])
-        _store(c, y, kind, first, staged)
 
 
 def _store(c: Cta, y: Any, kind: Kind, first: int, staged: Any) -> None:

@@ -87,6 +87,10 @@ class Tuning:
     splits: int = 1
     tile: int = TILE
 
+    def meets(self, norm: bool) -> bool:
+        """Whether sums meet through `cluster_sum`: those of a cluster, or with a row's squares."""
+        return self.splits > 1 or norm
+
 
 def default_tuning(
     m: int, rows: Sequence[int], k: int, blackwell: bool = False, norm: bool = False
@@ -132,7 +136,7 @@ def shared_bytes(width: int, t: Tuning, norm: bool = False) -> int:
     ring = t.warpgroups * t.stages * (t.tile + width) * t.step * 2
     size = t.tile * width * 4
     finishers = min(t.splits, max(1, size // 1024))
-    met = size * t.splits // finishers if t.splits > 1 or norm else 0
+    met = size * t.splits // finishers if t.meets(norm) else 0
     squares = norm * (t.warpgroups + t.splits) * width * 8
     return ring + (t.warpgroups + 1) * size + met + squares + 1024
 

@@ -302,8 +302,7 @@ def _multiply(
     """One tile of the product, by all warpgroups of a CTA."""
     held = {name: scratch[name] for name in ("ws", "xs", "sums", "full")}
     c = skinny.Cta(p.k, p.width, p.cut, None, False, tile, 0, wg, hidden, layer, hidden, **held)
-    skinny.multiply(c, w, p.kind, 0)
-    skinny.finish(c, p.kind, 0, y, scratch["y"], scratch["done"])
+    skinny.products(c, (p.kind,), (w,), (y,), (scratch["y"],), scratch["done"])
 
 
 def _twin(d: jax.Array, bias: jax.Array, k: int, scaling: float) -> tuple[jax.Array, jax.Array]:

@@ -113,17 +113,18 @@ def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
                 (s(bf16, m, z), s(i32, m, 16), s(f32, m, 16), w13, w2, layer),
             )
             usual = experts.default_tuning(m, width, z)
-            other = replace(usual, one_kernel=True, sum_inside=True)
-            form = "sum_inside"
-            if m > 1:
-                other = replace(usual, one_kernel=not usual.one_kernel)
-                form = "one_kernel" if other.one_kernel else "two_kernels"
-            out[f"experts.{form}.tp{ranks}.rows{m}"] = (
-                lambda *a, width=width, other=other: experts.experts(
-                    *a, width=width, betas=situ, tuning=other
-                ),
-                out[f"experts.tp{ranks}.rows{m}"][1],
-            )
+            for form, other in (
+                ("two_kernels", replace(usual, one_kernel=False)),
+                ("one_kernel", replace(usual, one_kernel=True)),
+                ("sum_inside", replace(usual, one_kernel=True, sum_inside=True)),
+            ):
+                if other != usual:
+                    out[f"experts.{form}.tp{ranks}.rows{m}"] = (
+                        lambda *a, width=width, other=other: experts.experts(
+                            *a, width=width, betas=situ, tuning=other
+                        ),
+                        out[f"experts.tp{ranks}.rows{m}"][1],
+                    )
     for batch, tokens, commit in ((1, 1, True), (1, 8, False), (64, 1, True), (8, 8, False)):
         out[f"kda.tp16.batch{batch}.tokens{tokens}"] = (
             lambda *a, commit=commit: kda.kda(

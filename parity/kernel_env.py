@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -16,6 +17,11 @@ needs_interpreter = pytest.mark.skipif(
 needs_gpu = pytest.mark.skipif(
     jax.default_backend() != "gpu", reason=f"an NVIDIA GPU; found {jax.default_backend()}"
 )
+
+
+def same_bits(got: jax.Array, want: jax.Array) -> bool:
+    """Equal in every number, and NaN at the same places."""
+    return bool(jnp.all((got == want) | (jnp.isnan(got) & jnp.isnan(want))))
 
 
 def same(got: jax.Array, want: jax.Array, tolerance: float, kind: str = "rel_l2") -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import attn_res, skinny, topk, vocab
-from parity.kernel_env import needs_gpu, same
+from parity.kernel_env import needs_gpu, same, same_bits
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
 BF16, F32 = jnp.bfloat16, jnp.float32
@@ -27,7 +27,7 @@ def repeats_equal(call, *args, times=100):
     first = jax.tree.leaves(call(*args))
     for _ in range(times):
         for a, b in zip(first, jax.tree.leaves(call(*args)), strict=True):
-            assert bool(jnp.all((a == b) | (jnp.isnan(a) & jnp.isnan(b))))
+            assert same_bits(a, b)
 
 
 def attn_res_operands(rows, count, d=7168, bank=8):

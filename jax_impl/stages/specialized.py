@@ -82,10 +82,7 @@ def _mixed(static, mix, items, layer, counters, **kw):
     """(x, prefix, snapshots); x with the products of `items` where one kernel makes both."""
     eps = static.config.rms_norm_eps
     if not items or mix_products.limits(mix, items):
-        found = attn_res_kernel.attn_res(
-            *mix[:7], layer=mix.layer, shared=mix.shared, eps=eps, **kw
-        )
-        return found
+        return mix.by(attn_res_kernel.attn_res, eps=eps, **kw)
     counters = meeting.counters() if counters is None else counters
     x, *rest, done = mix_products.mix_products(mix, items, counters, layer, eps=eps, **kw)
     return Ahead(x, done), *rest
@@ -97,8 +94,11 @@ def _attention_items(w: Layer) -> list[Projection]:
     return [Projection(matrix, BF16) for matrix in first]
 
 
-def _first_products(w: Layer, layer: int | jax.Array, x: jax.Array | Ahead) -> list[jax.Array]:
-    return x.done if isinstance(x, Ahead) else skinny.projections(x, _attention_items(w), layer)
+def _products(
+    x: jax.Array | Ahead, items: list[Projection], layer: int | jax.Array
+) -> list[jax.Array]:
+    """Those of x, unless they came with it."""
+    return x.done if isinstance(x, Ahead) else skinny.projections(x, items, layer)
 
 
 @_once
@@ -112,7 +112,7 @@ def kda(
     window: jax.Array,
 ) -> tuple[jax.Array, tuple[Records, jax.Array]]:
     """`standard.kda` in two kernels, or one behind `Ahead`; the pending commit holds records."""
-    (fused,) = _first_products(w, layer, x)
+    (fused,) = _products(x, _attention_items(w), layer)
     heads, update, key, g = _mix(static, w, layer, fused, inputs, state, window, commit=False)
     channels = window.shape[3]
     raw = fused[:, :channels].reshape(*inputs.tokens.shape, channels)
@@ -130,7 +130,7 @@ def kda_step(
     window: jax.Array,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """`standard.kda_step` in two kernels, or one behind `Ahead`; state and window in place."""
-    (fused,) = _first_products(w, layer, x)
+    (fused,) = _products(x, _attention_items(w), layer)
     heads, state, window = _mix(static, w, layer, fused, inputs, state, window, commit=True)
     return heads, state, window
 
@@ -173,7 +173,7 @@ def mla(
     """`standard.mla` in five kernels, or four behind `Ahead`; the latent cache in place."""
     c, m, eps = static.config, w.stacks, static.run.latent_eps
     (batch, tokens), heads = inputs.tokens.shape, c.num_attention_heads // static.ranks.size
-    a, gate = _first_products(w, w.index, x)
+    a, gate = _products(x, _attention_items(w), w.index)
     (q,) = skinny.projections(
         a, [Projection(m.q_b_proj, BF16)], w.index, norm=(m.q_a_layernorm, eps)
     )
@@ -246,9 +246,7 @@ def route(static: Static, w: Layer, y: jax.Array | Ahead) -> Routed:
     Behind `Ahead` the first is done.
     """
     c, m = static.config, w.stacks
-    logits, latent, hidden = (
-        y.done if isinstance(y, Ahead) else skinny.projections(y, _route_items(static, w), w.index)
-    )
+    logits, latent, hidden = _products(y, _route_items(static, w), w.index)
     if _copies(static) == 1:
         logits, latent = all_gather_packed((logits, latent), static.ranks)
     choice = topk.topk(
