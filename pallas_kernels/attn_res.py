@@ -27,6 +27,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -34,7 +35,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import attn_res_registers as registers
-from pallas_kernels import cluster_sum, common
+from pallas_kernels import cluster_sum, common, mailbox
 
 SPANS = (1024, 512, 256)  # columns of a CTA: 8, 4 or 2 neighbours per thread, one load
 MAX_PARTS = 8  # cluster size that every device takes
@@ -213,6 +214,7 @@ def _cut(form: Form, bank: int) -> dict[str, Any]:
     if form.interpret:  # has no clusters: the parts are warpgroups of one CTA
         scratch["ready"] = plgpu.Barrier(num_barriers=2, num_arrivals=t.parts)
         return cut | dict(num_threads=t.parts, thread_name="part")
+    scratch["mail"] = mailbox.scratch(MEETINGS)
     return cut | dict(cluster=(t.parts,), cluster_names=("part",))
 
 
@@ -230,12 +232,17 @@ class Form:
     stacked: bool  # weights
     t: Tuning
     interpret: bool
-    ctas: int | None = None  # that hold a row's parts; by default one each
 
     @property
     def span(self) -> int:
         """Columns of a CTA."""
         return self.width // self.t.parts
+
+    def columns(self, part: Any) -> Any:
+        """Those of a part."""
+        from jax.experimental import pallas as pl
+
+        return pl.ds(part * self.span, self.span)
 
 
 def _body(form: Form) -> Any:
@@ -249,26 +256,69 @@ def _body(form: Form) -> Any:
         norm_parts,  # f32 [warps, 1]
         totals,  # f32 [2 (J + 1)]
         ready=None,
+        mail=None,
     ):
+        if mail is not None:
+            mailbox.open_mail(mail, expected(form.t, snapshots.shape[1]))
         row, part = lax.axis_index("row"), lax.axis_index("part")
         weights, outputs = others[: 3 + form.stacked], others[-2:]
         inputs = prefix, snapshots, count, others[3 + form.stacked : -2], weights
-        scratch = score_parts, norm_parts, totals, ready
+        scratch = score_parts, norm_parts, totals, ready if mail is None else mail
         one_row(form, row, part, inputs, outputs, scratch)
 
     return body
 
 
+def expected(t: Tuning, bank: int) -> list[int]:
+    """Bytes in the mailboxes of a row: scores, squares."""
+    return [cluster_sum.sums_bytes(t.parts, sums) for sums in (2 * bank + 2, 1)]
+
+
 def one_row(form: Form, row: Any, part: Any, inputs: Any, outputs: Any, scratch: Any) -> None:
-    """A part of a row, in a warpgroup; all parts' CTAs `meet` so often as `MEETINGS` says."""
+    """A part of a row, in a warpgroup, which is the first to `mailbox.enter` a cluster."""
     from jax.experimental import pallas as pl
 
+    x, new = outputs
+    score_parts, norm_parts, totals, mail = scratch
+    box = partial(_box, form, mail)
+    p, norm, mixed = _mixture(form, row, part, inputs, (score_parts, totals), mail, box(0))
+    mine, interpret = form.columns(part), form.interpret
+    registers.push_squares(mixed, norm_parts, part, interpret, box(1))
+    registers.store(new.at[row, mine], p, interpret)
+    if form.snapshot:
+        snapshots, count = inputs[1:3]
+        registers.store(snapshots.at[row, count[0], mine], p, interpret)
+    _meet(form, mail, 1)
+    (total,) = cluster_sum.totals(norm_parts, totals.at[pl.ds(0, 1)], interpret)
+    scale = lax.rsqrt(total * (1 / form.numbers) + form.eps)
+    out = (norm * mixed * _wide(scale, form.span)).astype(jnp.bfloat16)
+    registers.store(x.at[row, mine], out, interpret)
+
+
+def unscaled_row(
+    form: Form, row: Any, part: Any, inputs: Any, scratch: Any, squares: Any, box: Any, ctas: int
+) -> jax.Array:
+    """A part of round(norm * mixture), bf16 [span], as `one_row`; nothing is written.
+
+    Its sums of squares go to `squares` f32 [warps, 1] and the mailbox `box` of so many CTAs, for
+    who multiplies by rsqrt(mean(mixture^2) + eps) later.
+    """
+    score_parts, totals, mail = scratch
+    _, norm, mixed = _mixture(
+        form, row, part, inputs, (score_parts, totals), mail, _box(form, mail, 0)
+    )
+    registers.push_squares(mixed, squares, part, form.interpret, box, ctas)
+    return (norm * mixed).astype(jnp.bfloat16)
+
+
+def _mixture(
+    form: Form, row: Any, part: Any, inputs: Any, scratch: Any, mail: Any, box: Any
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """This part of the new prefix bf16, the norm's weights f32, the mixture f32."""
     f32, bf16, span = jnp.float32, jnp.bfloat16, form.span
     prefix, snapshots, count, deltas, weights = inputs
-    score_parts, norm_parts, totals, ready = scratch
-    x, new = outputs
-    mine = pl.ds(part * span, span)
-    where = part, form.ctas or form.t.parts, form.interpret
+    score_parts, totals = scratch
+    mine = form.columns(part)
     valid = count[0]
     # loads first: nothing waits for a sum before all are on their way
     p = deltas[0][row, mine].astype(bf16)
@@ -280,33 +330,31 @@ def one_row(form: Form, row: Any, part: Any, inputs: Any, outputs: Any, scratch:
     res_norm, res_proj, norm = (weight[which].astype(f32) for weight in weights[:3])
     bank = snapshots.at[row, :, mine]
     sources = [*registers.sources(bank, count, form.t.eager, form.interpret), p]
-    registers.push_scores(sources, res_norm * res_proj, score_parts, *where)
-    registers.store(new.at[row, mine], p, form.interpret)
-    if form.snapshot:
-        registers.store(snapshots.at[row, valid, mine], p, form.interpret)
-    meet(form, ready, 0)
+    if not form.interpret:
+        mailbox.enter()
+    registers.push_scores(sources, res_norm * res_proj, score_parts, part, form.interpret, box)
+    _meet(form, mail, 0)
     sums = cluster_sum.totals(score_parts, totals, form.interpret)
     shares = _shares(sums, valid, form.numbers, form.eps)
     mixed = sources[0].astype(f32) * _wide(shares[0], span)
     for source, share in zip(sources[1:], shares[1:], strict=True):
         mixed = mixed + source.astype(f32) * _wide(share, span)
-    registers.push_squares(mixed, norm_parts, *where)
-    meet(form, ready, 1)
-    (total,) = cluster_sum.totals(norm_parts, totals.at[pl.ds(0, 1)], form.interpret)
-    scale = lax.rsqrt(total * (1 / form.numbers) + form.eps)
-    out = (norm * mixed * _wide(scale, span)).astype(bf16)
-    registers.store(x.at[row, mine], out, form.interpret)
+    return p, norm, mixed
 
 
-def meet(form: Form, ready: Any, i: int) -> None:
+def _box(form: Form, mail: Any, number: int) -> Any:
+    return None if form.interpret else mailbox.box(mail, number)
+
+
+def _meet(form: Form, mail: Any, i: int) -> None:
     """Wait for all parts of the row."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     if form.interpret:
-        plgpu.barrier_arrive(ready.at[i])
-        plgpu.barrier_wait(ready.at[i])
+        plgpu.barrier_arrive(mail.at[i])
+        plgpu.barrier_wait(mail.at[i])
     else:
-        cluster_sum.barrier()
+        mailbox.receive(mail, i)
 
 
 def _wide(scalar: jax.Array, span: int) -> jax.Array:

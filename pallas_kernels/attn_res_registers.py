@@ -114,9 +114,9 @@ mov.b32 $1, products;
 
 
 def push_scores(
-    values: Sequence[jax.Array], c: jax.Array, into: Any, part: Any, ctas: int, interpret: bool
+    values: Sequence[jax.Array], c: jax.Array, into: Any, part: Any, interpret: bool, mail: Any
 ) -> None:
-    """For each source the sums of s s and of s c, f32 [warps, 2 sources], to all CTAs."""
+    """For each source the sums of s s and of s c, f32 [warps, 2 sources], to all parts' CTAs."""
 
     def sums(reg: common.Registers, c: Any, *fragments: Any) -> list[Any]:
         factors = reg.elements(c.registers.flat[0])
@@ -135,11 +135,13 @@ def push_scores(
 
     layout = _layout(c.shape[0])
     operands = [c, *values]
-    cluster_sum.push(sums, operands, layout, into, part, ctas, twin if interpret else None)
+    cluster_sum.push(sums, operands, layout, into, part, twin if interpret else None, mail)
 
 
-def push_squares(mixed: jax.Array, into: Any, part: Any, ctas: int, interpret: bool) -> None:
-    """The sum of squares, f32 [warps, 1], to all CTAs."""
+def push_squares(
+    mixed: jax.Array, into: Any, part: Any, interpret: bool, mail: Any, ctas: int | None = None
+) -> None:
+    """The sum of squares, f32 [warps, 1], to all parts' CTAs, or so many."""
 
     def sums(reg: common.Registers, fragment: Any) -> list[Any]:
         values = reg.elements(fragment.registers.flat[0])
@@ -152,4 +154,5 @@ def push_squares(mixed: jax.Array, into: Any, part: Any, ctas: int, interpret: b
         return [jnp.sum(mixed * mixed)]
 
     layout = _layout(mixed.shape[0])
-    cluster_sum.push(sums, [mixed], layout, into, part, ctas, twin if interpret else None)
+    plain = twin if interpret else None
+    cluster_sum.push(sums, [mixed], layout, into, part, plain, mail, ctas)

@@ -5,8 +5,9 @@
 
     `push`, `totals`: one number per thread and sum -> the sums over all CTAs in each of them
 
-Writing to another CTA's memory before a barrier of the cluster takes less time than reading from it
-behind one, with a second barrier before anybody may leave: `latent_up` 5.2 us in place of 6.4.
+    `push_row`: a part of x -> tiles of x for the tensor core in each of the CTAs that need it
+
+All of them write to another CTA's memory and leave word in a mailbox there (`mailbox`).
 
 Register code (distributed shared memory has no place in Pallas); `local_total` is plain.
 """
@@ -20,14 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import common, row_norm
-
-
-def barrier() -> None:
-    """Wait for every thread of the cluster."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    plgpu.inline_mgpu()(lambda _: common.Registers().cluster_barrier())()
+from pallas_kernels import common, mailbox, row_norm
 
 
 def local_total(sums: Any, first: Any, columns: int) -> jax.Array:
@@ -66,19 +60,21 @@ shl.b32 r, r, 2;
 add.u32 $0, r, $2;
 }
 """
-# $0 number, $1 its place in this CTA; to the same place of another one, by threads $2 below COUNT
+# $0 number, $1 its place in this CTA; to the same place of another one, by threads $2 below COUNT;
+# $3 mailbox
 _PUSH_ONE = """
 {
 .reg .pred in;
-.reg .b32 at, cta;
+.reg .b32 at, cta, box;
 setp.lt.u32 in, $2, COUNT;
 mov.u32 cta, %cluster_ctarank;
 and.b32 cta, cta, FIRST;
 add.u32 cta, cta, NUMBER;
 mapa.shared::cluster.u32 at, $1, cta;
-@in st.shared::cluster.b32 [at], $0;
+mapa.shared::cluster.u32 box, $3, cta;
+@in SEND.b32 [at], $0, [box];
 }
-"""
+""".replace("SEND", mailbox.SEND)
 
 
 def _added(reg: common.Registers, at: Any, offsets: Sequence[int]) -> Any:
@@ -93,7 +89,7 @@ def _added(reg: common.Registers, at: Any, offsets: Sequence[int]) -> Any:
 
 def push_tile(
     sums: Any, squares: Any, into: Any, rows_into: Any, split: Any, starts: Any, columns: int,
-    finishers: int,
+    finishers: int, rows: int, mail: Any, number: int,
 ) -> None:  # fmt: skip
     """This CTA's part of a tile to those that finish it: CTA f of its `splits` gets its columns.
 
@@ -102,33 +98,34 @@ def push_tile(
     By one warpgroup, after all have stored their `sums` f32 [warpgroups, tile, width], and with a
     norm their `squares` (`row_norm.store_squares`). For each of `starts` the rows from
     start + f columns on go to `into` f32 [splits, starts x width x columns] of CTA f, the rows'
-    squares to `rows_into` f32 [splits, width]. Behind a barrier of the cluster `pushed_total` reads
-    nothing remote, and nobody need stay for others.
+    squares to `rows_into` f32 [splits, width], `tile_bytes` in all, to its mailbox of that number.
+    Of the columns of `sums` only the first `rows`.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     warpgroups, tile, width = sums.shape
     size, per = width * columns, tile * width * 4
+    sent = rows * columns  # the first elements of [width, columns]
 
-    def tell(reg: common.Registers, value: Any, at: Any, cta: int, count: int) -> None:
+    def tell(reg: common.Registers, value: Any, at: Any, cta: int, count: int, box: Any) -> None:
         text = _PUSH_ONE.replace("NUMBER", str(cta)).replace("COUNT", str(count))
         text = text.replace("FIRST", str(-into.shape[0]))
-        reg.ptx(text, value, at, reg.thread(), volatile=True)
+        reg.ptx(text, value, at, reg.thread(), reg.shared_address(box), volatile=True)
 
-    def numbers(_: Any, source: Any, target: Any) -> None:
+    def numbers(_: Any, source: Any, target: Any, box: Any) -> None:
         reg = common.Registers()
         text = _PLACE.replace("COLUMNS", str(columns)).replace("WIDTH", str(width))
         for cta in range(finishers):
             for block, start in enumerate(starts):
                 first = reg.add(reg.shared_address(source), (start + cta * columns) * width * 4)
-                for i in range(0, size, 128):
+                for i in range(0, sent, 128):
                     element = reg.add(reg.thread(), i)
                     at = reg.ptx(text, element, first, results=1)[0]
                     value = _added(reg, at, [g * per for g in range(warpgroups)])
                     place = reg.add(reg.mul(element, 4), block * size * 4)
-                    tell(reg, value, reg.add(reg.shared_address(target), place), cta, 128)
+                    tell(reg, value, reg.add(reg.shared_address(target), place), cta, sent - i, box)
 
-    def row_squares(_: Any, source: Any, target: Any) -> None:
+    def row_squares(_: Any, source: Any, target: Any, box: Any) -> None:
         reg = common.Registers()
         at = reg.ptx(_SQUARES_PLACE, reg.thread(), reg.shared_address(source), results=1)[0]
         offsets = [g * width * 8 + half for g in range(warpgroups) for half in (0, 32)]
@@ -136,12 +133,17 @@ def push_tile(
         seen = _added(reg, at, offsets)
         place = reg.add(reg.shared_address(target), reg.mul(reg.thread(), 4))
         for cta in range(finishers):
-            tell(reg, seen, place, cta, width)
+            tell(reg, seen, place, cta, width, box)
 
-    two = plgpu.RefType(), plgpu.RefType()
-    plgpu.inline_mgpu(arg_types=two)(numbers)(sums, into.at[split])
+    call, to = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 3), mailbox.box(mail, number)
+    call(numbers)(sums, into.at[split], to)
     if squares is not None:
-        plgpu.inline_mgpu(arg_types=two)(row_squares)(squares, rows_into.at[split])
+        call(row_squares)(squares, rows_into.at[split], to)
+
+
+def tile_bytes(starts: Any, columns: int, rows: int, width: int, splits: int, norm: bool) -> int:
+    """What a CTA that finishes a tile gets by `push_tile`."""
+    return splits * (rows * len(starts) * columns + width * norm) * 4
 
 
 def pushed_total(
@@ -149,11 +151,12 @@ def pushed_total(
 ) -> jax.Array:
     """What `push_tile` brought for one of its starts, added: f32 [width, columns].
 
-    With `norm` (count, eps) times the row's scale.
+    With `norm` (count, eps) times the row's scale, from parts of its squares f32 [.., width].
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     splits, size = into.shape
+    parts = splits if rows_into is None else rows_into.shape[0]
     layout = plgpu.Layout.WG_STRIDED((width, columns), vec_size=1)
     out = plgpu.ShapeDtypeStruct((width, columns), jnp.float32, layout=layout)
 
@@ -169,7 +172,7 @@ def pushed_total(
             if norm is not None:
                 row = reg.ptx(f"div.u32 $0, $1, {columns};", element, results=1)[0]
                 at = reg.add(reg.shared_address(squares), reg.mul(row, 4))
-                seen = _added(reg, at, [s * width * 4 for s in range(splits)])
+                seen = _added(reg, at, [s * width * 4 for s in range(parts)])
                 value = row_norm.scaled(reg, value, seen, *norm)
             word = reg.llvm.bitcast(reg.i32, value)
             registers.flat[i] = reg.as_type(word, frag.registers_element_type(reg.f32))
@@ -217,7 +220,19 @@ min.u32 $0, at, LAST;
 # $0 sum, $1 its place in this CTA; into the same place of all CTAs
 _PUSH_TO = """
 mapa.shared::cluster.u32 at, $1, CTA;
-st.shared::cluster.b32 [at], $0;
+mapa.shared::cluster.u32 box, $2, CTA;
+@one SEND.b32 [at], $0, [box];
+""".replace("SEND", mailbox.SEND)
+# of the lanes with the same sum ($3) the first one sends it: a mailbox takes one word at a time
+_ONE = """
+{
+.reg .pred one;
+.reg .b32 at, box, same, below;
+match.any.sync.b32 same, $3, 0xFFFFFFFF;
+mov.u32 below, %lanemask_lt;
+and.b32 same, same, below;
+setp.eq.u32 one, same, 0;
+STORES}
 """
 # $0 thread, $1 column's place, $2 target; rows of COUNT numbers
 _COLUMN = """
@@ -269,10 +284,13 @@ def push(
     layout: Any,
     into: Any,
     part: Any,
-    ctas: int,
     twin: Callable[..., Sequence[jax.Array]] | None,
+    mail: Any,
+    ctas: int | None = None,
 ) -> None:
-    """Sums over this warpgroup, one per warp, to `into` [4 parts, sums] of the cluster's CTAs.
+    """Sums over this warpgroup, one per warp, to `into` [4 parts, sums] of a cluster's first CTAs.
+
+    Each of them, by default one per part, gets `sums_bytes` in its mailbox `mail`.
 
     `sums(reg, *fragments)` gives a thread's own numbers (f32 registers) of operands of `layout`;
     `part` is this warpgroup's number among those that add up. The interpreter, where the parts are
@@ -282,28 +300,35 @@ def push(
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     mine = into.at[pl.ds(part * WARPS, WARPS)]
+    ctas = ctas or into.shape[0] // WARPS
     if twin is not None:
         mine[...] = jnp.pad(jnp.stack(twin(*operands))[None], ((0, WARPS - 1), (0, 0)))
         return
-    count = into.shape[1]
 
-    def code(_: Any, ref: Any, *fragments: Any) -> None:
+    def code(_: Any, ref: Any, to: Any, *fragments: Any) -> None:
         reg = common.Registers()
         value, index = warp_totals(reg, sums(reg, *fragments))
         warp = reg.ptx("shr.u32 $0, $1, 5;", reg.thread(), results=1)[0]
-        at = reg.add(reg.mul(warp, count), index)
+        strides, _ = ref.type.get_strides_and_offset()
+        at = reg.add(reg.mul(warp, strides[0]), index)
         at = reg.add(reg.shared_address(ref), reg.mul(at, 4))
         stores = "".join(_PUSH_TO.replace("CTA", str(cta)) for cta in range(ctas))
-        reg.ptx("{\n.reg .b32 at;" + stores + "}", value, at, volatile=True)
+        text = _ONE.replace("STORES", stores)
+        reg.ptx(text, value, at, reg.shared_address(to), index, volatile=True)
 
-    types = (plgpu.RefType(), *(layout for _ in operands))
-    plgpu.inline_mgpu(arg_types=types)(code)(mine, *operands)
+    types = (*(plgpu.RefType(),) * 2, *(layout for _ in operands))
+    plgpu.inline_mgpu(arg_types=types)(code)(mine, mail, *operands)
+
+
+def sums_bytes(parts: int, sums: int) -> int:
+    """What a CTA gets by `push`."""
+    return parts * WARPS * sums * 4
 
 
 def totals(pushed: Any, into: Any, interpret: bool) -> list[jax.Array]:
     """The columns' sums of `pushed` f32 [4 parts, sums], as scalars; `into` f32 [sums] is scratch.
 
-    For one warpgroup, after the barrier that follows `push`.
+    For one warpgroup, behind `receive`.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -325,3 +350,66 @@ def totals(pushed: Any, into: Any, interpret: bool) -> list[jax.Array]:
 
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 2)(code)(pushed, into)
     return [into[i] for i in range(count)]
+
+
+# $0 base of the tiles, $1 row, $2 thread, $3 mailbox, $4.. the thread's neighbouring bf16 numbers
+_PUSH_ROW = """
+{
+.reg .b32 k, at, cta, t, far, box;
+mov.u32 cta, %cluster_ctarank;
+mul.lo.u32 k, cta, SPAN;
+mad.lo.u32 k, $2, NEIGHBOURS, k;
+div.u32 cta, k, COLUMNS;
+mul.lo.u32 t, cta, COLUMNS;
+sub.u32 k, k, t;
+shr.u32 at, k, 6;
+shl.b32 at, at, 10;
+shr.u32 t, k, 3;
+xor.b32 t, t, $1;
+and.b32 t, t, 7;
+shl.b32 t, t, 4;
+add.u32 at, at, t;
+and.b32 t, k, 7;
+shl.b32 t, t, 1;
+add.u32 at, at, t;
+shl.b32 t, $1, 7;
+add.u32 at, at, t;
+add.u32 at, at, $0;
+STORES
+}
+"""
+
+
+def push_row(value: jax.Array, into: Any, splits: int, cluster: int, mail: Any) -> None:
+    """A part of a row of x to where the tensor core reads it, in every CTA that needs it.
+
+    By warpgroup r of a cluster's CTA p: value bf16 [span], columns p span.. of row r, to `into`
+    bf16 [steps, 8, step], tiles as TMA would leave them. Split s of the CTAs, s, s + splits, ..,
+    has columns s steps step... Rows without a warpgroup stay as they are. Each CTA gets 2 bytes per
+    column and row in its mailbox `mail`.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    (span,), (steps, _, step) = value.shape, into.shape
+    neighbours = span // 128
+
+    def code(_: Any, target: Any, to: Any, fragment: Any) -> None:
+        reg = common.Registers()
+        words = reg.words(fragment.registers.flat[0])
+        names = ", ".join(f"${i + 4}" for i in range(len(words)))
+        send = f"{mailbox.SEND}.v{len(words)}.b32 [far], {{{names}}}, [box];"
+        if len(words) == 1:
+            send = mailbox.SEND + ".b32 [far], $4, [box];"
+        maps = "mapa.shared::cluster.u32 far, at, cta;\nmapa.shared::cluster.u32 box, $3, cta;\n"
+        more = f"\nadd.u32 cta, cta, {splits};\n"
+        stores = more.join(maps + send for _ in range(cluster // splits))
+        text = _PUSH_ROW.replace("STORES", stores).replace("SPAN", str(span))
+        text = text.replace("NEIGHBOURS", str(neighbours)).replace("COLUMNS", str(steps * step))
+        row = reg.arith.divui(reg.utils.thread_idx(), reg.constant(128))
+        places = reg.shared_address(target), row, reg.thread(), reg.shared_address(to)
+        reg.ptx(text, *places, *words, volatile=True)
+
+    layout = plgpu.Layout.WG_STRIDED((span,), vec_size=neighbours)
+    tiled = plgpu.RefType(common.tiled(jnp.bfloat16, step))
+    call = plgpu.inline_mgpu(arg_types=(tiled, plgpu.RefType(), layout))
+    call(code)(into, mail, value)

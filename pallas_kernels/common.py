@@ -111,20 +111,36 @@ def reset_interpreter() -> None:
 
 
 def kernel(
-    body: Any, name: str, *, interpret: bool = False, multi_process: bool = False, **kw: Any
+    body: Any,
+    name: str,
+    *,
+    interpret: bool = False,
+    multi_process: bool = False,
+    own_barriers: bool = False,
+    **kw: Any,
 ) -> Any:
     """`plgpu.kernel` with explicit lowering semantics, or the same kernel in the interpreter.
 
     `name` is how profilers and the compiled program call it; `multi_process` (JAX 0.12) that it
-    writes to devices of other processes.
+    writes to devices of other processes; `own_barriers` that a warpgroup's warps meet where the
+    body says so (`barrier`), and not around each store and before each copy to shared memory.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     body.__name__ = name
     if interpret:
         kw["interpret"] = interpreter()
-    settings = params(is_multi_process=True) if multi_process else params()
+    more: dict[str, bool] = dict(is_multi_process=True) if multi_process else {}
+    settings = params(unsafe_no_auto_barriers=own_barriers, **more)
     return plgpu.kernel(body, compiler_params=settings, **kw)
+
+
+def barrier(interpret: bool) -> None:
+    """The warpgroup's warps meet; the interpreter has one thread per warpgroup."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if not interpret:
+        plgpu.inline_mgpu()(lambda _: Registers().barrier())()
 
 
 def tref(ref: Any, perm: tuple[int, ...] = (1, 0)) -> Any:

@@ -100,3 +100,32 @@ def meet(counter: Any, arrivals: int) -> None:
     """Called by every warpgroup of every CTA; `arrivals` is their number so far, over all calls."""
     arrive(counter)
     wait(counter, arrivals)
+
+
+# one warp waits, the others stand at the next barrier: $0 thread, $1 ns
+_PAUSE = """
+{
+.reg .pred out;
+.reg .b32 start, now;
+setp.ge.u32 out, $0, 32;
+@out bra others;
+mov.u32 start, %globaltimer_lo;
+again:
+mov.u32 now, %globaltimer_lo;
+sub.u32 now, now, start;
+setp.lt.u32 out, now, $1;
+@out bra again;
+others:
+}
+"""
+
+
+def pause(ns: int) -> None:
+    """Called by a warpgroup: about so long."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    def code(_: Any) -> None:
+        reg = common.Registers()
+        reg.ptx(_PAUSE, reg.thread(), reg.constant(ns), volatile=True)
+
+    plgpu.inline_mgpu()(code)()

@@ -3,10 +3,15 @@
     operands of `attn_res`, several w [L, N, K] bf16 as in `skinny`, counters i32 [128] at 0
     -> x, new prefix and snapshots as `attn_res` gives them, the products of x as `skinny` does
 
-The first clusters of the grid make x, a row's parts in as many CTAs; all others are those of
-`skinny`. They ask for their first weights, as much as shared memory holds, before they wait for x,
-so that the stream of weights begins with the kernel and not behind it. Who makes x waits for
-nobody. Rounding is that of the two kernels.
+A row's parts are made in as many CTAs of a cluster, and all ask for their first weights, as much as
+shared memory holds, before x is there, so that the stream of weights begins with the kernel.
+Rounding is that of the two kernels.
+
+The first clusters of the grid make x, write it and wait for nobody. For one row every other cluster
+makes x for itself, beside the weights' stream, and its CTAs write the parts into each other's
+shared memory: before they are scaled by rsqrt(mean(mixture^2) + eps), which is done to the
+products, in f32; x in them is then round(norm * mixture). For more rows all others wait for x,
+through a counter.
 """
 
 from __future__ import annotations
@@ -21,12 +26,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import attn_res, common, meeting, skinny
+from pallas_kernels import attn_res, cluster_sum, common, mailbox, meeting, skinny
 from pallas_kernels.skinny import Projection
 from pallas_kernels.skinny_cut import WIDTH
 
 MAX_ROWS = 8  # beyond that the clusters that make x would crowd out the products
 CLUSTER = 8  # CTAs
+_ROW_BOXES = attn_res.MEETINGS * mailbox.BOX
+BANK = 8  # snapshots that the released model has
 MOST = 14  # clusters of large CTAs that an H200 surely holds: with 16 some came in a second wave
 
 
@@ -55,35 +62,60 @@ class Tuning:
     Attributes:
         mix: parts of a row, each in a CTA of its own; all clusters are of `CLUSTER` CTAs.
         products: several times its splits are a cluster.
+        each: every cluster makes the row for itself, and holds it in shared memory; for one row.
+        pace: ns between two requests of weights before that row is there. What a multiprocessor has
+            asked for at once stands before all that its neighbours send: 160 KB are 2.5 us.
         rows: of one cluster that makes x, one per warpgroup; they share the instruction issue.
-        looks: at the counter between two requests of weights; without any x comes late, because
-            its makers' own loads stand behind all weights that shared memory can hold.
+        looks: at the counter between two requests of weights, for the same reason.
     """
 
     mix: attn_res.Tuning
     products: skinny.Tuning
+    each: bool = False
+    pace: int = 300
     rows: int = 1
     looks: int = 4
+
+    def held(self, d: int) -> int:
+        """Steps of x in a CTA's shared memory; 0 if they come through the ring."""
+        return d // self.products.step // self.products.splits if self.each else 0
 
 
 def default_tuning(rows: int, d: int, sizes: Sequence[int]) -> Tuning:
     """As many CTAs as there is room for, so that shared memory takes in as much as possible."""
     tiles, splits = sum(-(-n // skinny.TILE) for n in sizes), 1
+    each = rows == 1
     while splits < 4 and d % (256 * splits) == 0 and tiles * splits * 2 <= CLUSTER * (MOST - 1):
         splits *= 2
     makers = max(1, MOST - -(-tiles * splits // CLUSTER))
     step, wgs = 128, 2
     stages = min(6, max(1, d // step // splits // wgs))
-    cut = skinny.Tuning(step, stages, wgs, splits)
-    while stages > 1 and skinny.shared_bytes(WIDTH, cut) > common.SHARED_MEMORY:
+    mix = attn_res.default_tuning(rows, d)
+    products = skinny.Tuning(step, stages, wgs, splits)
+    cut = Tuning(mix, products, each, rows=min(wgs, -(-rows // makers)))
+    while stages > 1 and _shared_bytes(cut, d, BANK) > common.SHARED_MEMORY:
         stages -= 1
-        cut = replace(cut, stages=stages)
-    return Tuning(attn_res.default_tuning(rows, d), cut, min(wgs, -(-rows // makers)))
+        cut = replace(cut, products=replace(cut.products, stages=stages))
+    return cut
+
+
+def _shared_bytes(t: Tuning, d: int, bank: int) -> int:
+    """Shared memory of a CTA: that of `skinny`, whose results are not staged here; x, if held."""
+    shapes = attn_res.scratch_shapes(t.mix, bank).values()
+    rows = 2 if t.each else t.rows
+    mixture = sum(common.round_up(rows * math.prod(shape) * 4, 1024) for shape in shapes)
+    wgs = t.products.warpgroups
+    tile = skinny.TILE * WIDTH * 4  # a mixture lies where sums do
+    ring = wgs * t.products.stages * WIDTH * t.products.step * 2
+    held = t.held(d) * WIDTH * t.products.step * 2
+    more = max(0, mixture - wgs * tile) - tile + (held - ring + 1024 if held else 0)
+    return skinny.shared_bytes(WIDTH, t.products) + max(0, more)
 
 
 def _clusters(rows: int, tiles: int, t: Tuning) -> tuple[int, int]:
-    """Those that make x, and all others."""
-    return -(-rows // t.rows), -(-tiles * t.products.splits // CLUSTER)
+    """Those that write x, and all others."""
+    makers = 1 if t.each else -(-rows // t.rows)
+    return makers, -(-tiles * t.products.splits // CLUSTER)
 
 
 def limits(m: Mix, items: Sequence[Projection], *, tuning: Tuning | None = None) -> list[str]:
@@ -97,14 +129,11 @@ def limits(m: Mix, items: Sequence[Projection], *, tuning: Tuning | None = None)
     common.expect(out, "width", d, f"a multiple of {span}", d % span == 0)
     found = {p.w.shape[2] for p in items}
     common.expect(out, "columns of w", found, {d}, found == {d})
-    shapes = attn_res.scratch_shapes(t.mix, m.snapshots.shape[1]).values()
-    mixture = t.rows * sum(map(math.prod, shapes)) * 4
-    tile = skinny.TILE * WIDTH * 4  # results are not staged; a mixture lies where sums do
-    more = max(0, mixture - t.products.warpgroups * tile) - tile
-    used, limit = skinny.shared_bytes(WIDTH, t.products) + more, common.SHARED_MEMORY
+    used, limit = _shared_bytes(t, d, m.snapshots.shape[1]), common.SHARED_MEMORY
     common.expect(out, "shared memory", used, f"at most {limit} bytes", used <= limit)
-    ok = 1 <= t.rows <= t.products.warpgroups
-    common.expect(out, "rows of a cluster", t.rows, f"1..{t.products.warpgroups}", ok)
+    rows = n if t.each else t.rows
+    ok = 1 <= rows <= t.products.warpgroups - t.each
+    common.expect(out, "rows of a cluster", rows, f"1..{t.products.warpgroups}", ok)
     if ok:
         clusters = sum(_clusters(n, sum(p.kind(skinny.TILE).tiles for p in items), t))
         common.expect(out, "clusters", clusters, f"at most {MOST}", clusters <= MOST)
@@ -158,7 +187,7 @@ def mix_products(
         return x, *rest, skinny.projections(x, items, layer, tuning=cut, interpret=True)
     (n, d), bank = m.prefix.shape, m.snapshots.shape[1]
     two = m.shared is not None
-    form = attn_res.Form(n, d, d, eps, reset, snapshot, two, True, t.mix, False, CLUSTER)
+    form = attn_res.Form(n, d, d, eps, reset, snapshot, two, True, t.mix, False)
     kinds = tuple(p.kind(t.products.tile) for p in items)
     row = jax.ShapeDtypeStruct((n, d), jnp.bfloat16)
     call = _build(form, kinds, t, [row, row, *skinny.shapes(n, kinds)], bank)
@@ -183,15 +212,21 @@ def _build(
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     cut = t.products
-    memory = skinny.scratch(WIDTH, cut)
+    memory = skinny.scratch(kinds, WIDTH, cut, t.held(form.width))
     shapes_of_row = attn_res.scratch_shapes(t.mix, bank).values()
-    mixing = [plgpu.SMEM((t.rows, *shape), jnp.float32) for shape in shapes_of_row]
+    if t.each:
+        squares = cluster_sum.WARPS * t.mix.parts, WIDTH
+        memory["row_parts"] = plgpu.SMEM(squares, jnp.float32)
+    rows = form.rows if t.each else t.rows
+    mixing = [plgpu.SMEM((rows, *shape), jnp.float32) for shape in shapes_of_row]
     memory["sums"] = plgpu.RefUnion(mixing, [memory["sums"]])
     memory |= skinny.parts(kinds, WIDTH, cut, False)
+    memory["mail"] = mailbox.scratch(len(_expected(form, kinds, t, bank)))
     clusters = sum(_clusters(form.rows, sum(kind.tiles for kind in kinds), t))
     return common.kernel(
-        _body(form, kinds, t),
+        _body(form, kinds, t, bank),
         "k3_mix_products",
+        own_barriers=True,
         out_type=shapes,
         grid=(clusters,),
         grid_names=("cluster",),
@@ -203,11 +238,22 @@ def _build(
     )
 
 
-def _body(form: attn_res.Form, kinds: tuple[skinny.Kind, ...], t: Tuning) -> Any:
+def _expected(
+    form: attn_res.Form, kinds: tuple[skinny.Kind, ...], t: Tuning, bank: int
+) -> list[int]:
+    """Bytes in the mailboxes: of the products, of the rows in this cluster, of x if it is held."""
+    rows = form.rows if t.each else t.rows
+    held = t.held(form.width) * t.products.step * 2 + cluster_sum.sums_bytes(t.mix.parts, 1)
+    tiles = skinny.expected(kinds, form.rows, WIDTH, t.products, False)
+    return [*tiles, *attn_res.expected(t.mix, bank) * rows, *([held] if t.each else [])]
+
+
+def _body(form: attn_res.Form, kinds: tuple[skinny.Kind, ...], t: Tuning, bank: int) -> Any:
     from jax.experimental import pallas as pl
 
     cut, per_row, count = t.products, t.mix.parts, len(kinds)
-    makers = -(-form.rows // t.rows)  # clusters
+    makers, rows = _clusters(form.rows, 0, t)[0], form.rows if t.each else t.rows
+    boxes = _expected(form, kinds, t, bank)
 
     def body(
         prefix,  # bf16 [N, D]
@@ -222,41 +268,64 @@ def _body(form: attn_res.Form, kinds: tuple[skinny.Kind, ...], t: Tuning) -> Any
         full,
         done,
         parts,
+        mail,
+        row_parts=None,
     ):
+        mailbox.open_mail(mail, boxes)
         cluster, cta, wg = (lax.axis_index(name) for name in ("cluster", "cta", "wg"))
         w, rest = refs[:count], refs[count:]
         inputs = prefix, snapshots, valid, rest[4 : 5 + form.two], rest[:4]
         x, new, *outs = rest[5 + form.two :]
-        (score_parts, norm_parts, totals), (sums_,) = sums
+        mixing, (sums_,) = sums
         arrived = counters.at[pl.ds(0, 1)]
+        held = ws, xs, sums_, full, None, None, None, None, parts, row_parts, mail
+        number = (cluster - makers) * CLUSTER + cta
+        tile, split = number // cut.splits, lax.rem(number, cut.splits)
+        places = tile, split, wg, x, layer, x
+        copies = skinny.w_copies(kinds)
+        late = (form.numbers, form.eps) if t.each else None
+        c = skinny.Cta(form.width, WIDTH, cut, None, False, *places, *held, copies, t.each, late)
 
-        def make():
-            row = cluster * t.rows + wg
-            mine = (cta < per_row) & (wg < t.rows) & (row < form.rows)
-            at = jnp.minimum(wg, t.rows - 1)
-            scratch = score_parts.at[at], norm_parts.at[at], totals.at[at], None
+        def mix(row, use):
+            mine = (cta < per_row) & (wg < rows) & (row < form.rows)
+            at = jnp.minimum(wg, rows - 1)
+            own = mail.at[pl.ds((count + at * attn_res.MEETINGS) * mailbox.BOX, _ROW_BOXES)]
+            scratch = *(memory.at[at] for memory in mixing), own
+            pl.when(mine)(lambda: use(form, row, cta, inputs, scratch))
+            pl.when(jnp.logical_not(mine))(mailbox.enter)
 
-            @pl.when(mine)
-            def _():
-                attn_res.one_row(form, row, cta, inputs, (x, new), scratch)
+        def keep(form, row, cta, inputs, scratch):
+            attn_res.one_row(form, row, cta, inputs, (x, new), scratch)
+            if not t.each:
                 meeting.arrive(arrived)
 
-            @pl.when(jnp.logical_not(mine))
-            def _():
-                for i in range(attn_res.MEETINGS):
-                    attn_res.meet(form, None, i)
+        def hold(form, row, cta, inputs, scratch):
+            score_parts, _, totals, own = scratch
+            to = mailbox.box(mail, len(boxes) - 1)
+            part = attn_res.unscaled_row(
+                form, row, cta, inputs, (score_parts, totals, own),
+                row_parts.at[:, pl.ds(row, 1)], to, CLUSTER,
+            )  # fmt: skip
+            cluster_sum.push_row(part, xs, cut.splits, CLUSTER, to)
+
+        def by_itself():
+            mix(wg, hold)  # by the first warpgroup; the last one asks for w, for all
+            pause = partial(meeting.pause, t.pace)
+            rings = range(cut.warpgroups)
+            pl.when(wg == rings[-1])(lambda: skinny.request(c, kinds, w, rings, pause))
+            mailbox.receive(mail, len(boxes) - 1, engine=True)
+
+        def from_others():
+            mailbox.enter()
+            all_ = partial(meeting.wait, arrived, form.rows * per_row)
+            skinny.request(c, kinds, w, [wg], partial(all_, t.looks))
+            all_()
 
         def use():
-            held = ws, xs, sums_, full, None, None, None, None, parts
-            number = (cluster - makers) * CLUSTER + cta
-            tile, split = number // cut.splits, lax.rem(number, cut.splits)
-            places = tile, split, wg, x, layer, x
-            c = skinny.Cta(form.width, WIDTH, cut, None, False, *places, *held)
-            all_ = partial(meeting.wait, arrived, form.rows * per_row)
-            wait = skinny.Wait(all_, partial(all_, t.looks))
-            skinny.products(c, kinds, w, outs, (), done, wait)
+            (by_itself if t.each else from_others)()
+            skinny.products(c, kinds, w, outs, (), done, requested=True, entered=True)
 
-        pl.when(cluster < makers)(make)
+        pl.when(cluster < makers)(lambda: mix(cluster * t.rows + wg, keep))
         pl.when(cluster >= makers)(use)
 
     return body

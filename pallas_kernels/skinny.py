@@ -22,14 +22,22 @@ With `norm=(weight, eps)` the rows of x are normalised on the way: y = W rmsnorm
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import cluster_sum, common, direct_store, meeting, row_norm, skinny_sm100
+from pallas_kernels import (
+    cluster_sum,
+    common,
+    direct_store,
+    mailbox,
+    meeting,
+    row_norm,
+    skinny_sm100,
+)
 from pallas_kernels.skinny_cut import (
     TILE,
     Kind,
@@ -272,12 +280,13 @@ def _build(
         _body(k, width, kinds, t, scale, interpret),
         "k3_skinny",
         interpret=interpret,
+        own_barriers=True,
         out_type=shapes,
         **grid,
         num_threads=t.warpgroups,
         thread_name="wg",
         scratch_types=dict(
-            **scratch(width, t),
+            **scratch(kinds, width, t),
             **({} if scale is None else squares),
             **met,
             **({} if t.tile == TILE else skinny_sm100.scratch(width, t.stages)),
@@ -286,17 +295,26 @@ def _build(
     )
 
 
-def scratch(width: int, t: Tuning) -> dict[str, Any]:
-    """Scratch memory that `products` uses for one product whose sums do not meet in a cluster."""
+def w_copies(kinds: Sequence[Kind]) -> int:
+    """Copies that bring a step of w: with SiTU gate rows, and the up rows that belong to them."""
+    return 1 if all(kind.situ is None for kind in kinds) else 2
+
+
+def scratch(kinds: Sequence[Kind], width: int, t: Tuning, held: int = 0) -> dict[str, Any]:
+    """Scratch memory that `products` uses for products whose sums do not meet in a cluster.
+
+    With `held` steps of x it has places for all of them and not for those of the rings.
+    """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     ring, bf16 = t.warpgroups * t.stages, jnp.bfloat16
     transforms = common.tiled(bf16, t.step)
+    copies = w_copies(kinds) + (0 if held else 1)
     return dict(
         ws=plgpu.SMEM((ring, t.tile, t.step), bf16, transforms=transforms),
-        xs=plgpu.SMEM((ring, width, t.step), bf16, transforms=transforms),
+        xs=plgpu.SMEM((held or ring, width, t.step), bf16, transforms=transforms),
         sums=plgpu.SMEM((t.warpgroups, t.tile, width), jnp.float32),
-        full=plgpu.Barrier(num_barriers=ring, num_arrivals=3),
+        full=plgpu.Barrier(num_barriers=ring, num_arrivals=copies),
         done=plgpu.Barrier(num_barriers=1, num_arrivals=t.warpgroups),
     )
 
@@ -309,8 +327,15 @@ def parts(kinds: Sequence[Kind], width: int, t: Tuning, norm: bool) -> dict[str,
         return {}
     most = max(len(_starts(q, t)) * width * share_of(q, width, t, False)[1] for q in kinds)
     out = dict(parts=plgpu.SMEM((t.splits, most), jnp.float32))
+    out["mail"] = mailbox.scratch(len(kinds))
     rows = dict(row_parts=plgpu.SMEM((t.splits, width), jnp.float32))
     return out | (rows if norm else {})
+
+
+def expected(kinds: Sequence[Kind], rows: int, width: int, t: Tuning, norm: bool) -> list[int]:
+    """Bytes in the mailboxes, one for tiles of each product."""
+    cuts = [(_starts(q, t), share_of(q, width, t, False)[1]) for q in kinds]
+    return [cluster_sum.tile_bytes(*one, rows, width, t.splits, norm) for one in cuts]
 
 
 def staging(
@@ -337,8 +362,10 @@ class Cta:
     x bf16 [M, K]; layer i32 [1]; with a norm (scale: numbers of a row, eps) norm bf16 [L or 1, K].
     Scratch: ws bf16 [ring, tile, step], xs bf16 [ring, width, step], sums f32 [warpgroups, tile,
     width], squares f32 [warpgroups, width / 8, 16] with a norm; with tcgen05 acc f32 [128, width]
-    in tensor memory and its barriers read and complete. Where sums meet, parts and row_parts, see
-    `cluster_sum.push_tile`.
+    in tensor memory and its barriers read and complete. Where sums meet, parts, row_parts and mail,
+    see `cluster_sum.push_tile`. `copies` bring a step of w (`w_copies`). With `held`, xs is bf16
+    [steps, width, step], all of the CTA's x, and somebody else has put it there; with `late`
+    (numbers of a row, eps) not scaled, and parts of its squares in row_parts f32 [.., width].
     """
 
     k: int
@@ -362,11 +389,25 @@ class Cta:
     complete: Any = None
     parts: Any = None
     row_parts: Any = None
+    mail: Any = None
+    copies: int = 1
+    held: bool = False
+    late: tuple[int, float] | None = None
+
+    @property
+    def rows(self) -> int:
+        """Rows of x in this call."""
+        return self.x.shape[0]
 
     @property
     def steps(self) -> int:
         """Steps of a CTA; its warpgroup g takes g, g + warpgroups, ..."""
         return self.k // self.t.step // self.t.splits
+
+    @property
+    def mine(self) -> Any:
+        """How many steps this warpgroup has."""
+        return (self.steps - self.wg + self.t.warpgroups - 1) // self.t.warpgroups
 
     def columns(self, j: Any) -> Any:
         """Columns of w and x of this warpgroup's step j."""
@@ -380,22 +421,28 @@ class Cta:
         from jax.experimental import pallas as pl
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
-        cols, half, bar = self.columns(j), self.t.tile // 2, self.full.at[slot]
-        for part in range(2):  # with SiTU gate rows, and the up rows that belong to them
-            apart = half if kind.situ is None else kind.rows // 2
+        cols, size, bar = self.columns(j), self.t.tile // self.copies, self.full.at[slot]
+        apart = size if kind.situ is None else kind.rows // 2
+        for part in range(self.copies):
             row = local * kind.per_tile + part * apart
-            into = self.ws.at[slot, pl.ds(part * half, half)]
-            plgpu.copy_gmem_to_smem(w.at[which, pl.ds(row, half), cols], into, bar)
+            into = self.ws.at[slot, pl.ds(part * size, size)]
+            plgpu.copy_gmem_to_smem(w.at[which, pl.ds(row, size), cols], into, bar)
 
     def fetch(self, j: Any, slot: Any) -> None:
         """The part of a slot that is x."""
         from jax.experimental import pallas as pl
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
+        if self.held:
+            return
         cols, bar = self.columns(j), self.full.at[slot]
         # a start known at run time only lets the box reach beyond the last row of x
         source = self.x.at[pl.ds(self.tile * 0, self.width), cols]
         plgpu.copy_gmem_to_smem(source, self.xs.at[slot], bar)
+
+    def x_of(self, j: Any, slot: Any) -> Any:
+        """Shared memory bf16 [width, step] with x of this warpgroup's step j."""
+        return self.xs.at[self.wg + j * self.t.warpgroups if self.held else slot]
 
     def ready(self, j: Any, slot: Any, seen: Any) -> Any:
         """Wait for a slot; with a norm scale its x and add its squares to `seen`."""
@@ -409,64 +456,92 @@ class Cta:
         return row_norm.scale_tile(seen, self.xs.at[slot], weight, self.width)
 
 
-class Wait(NamedTuple):
-    """How a product waits for its x."""
+def _fill(c: Cta, work: Callable[[Any, Any], None]) -> None:
+    """Do `work(step, slot)` for the steps that this warpgroup's ring holds."""
+    from jax.experimental import pallas as pl
 
-    all: Callable[[], None]  # returns when x is there
-    pace: Callable[[], None]  # between two requests of w, for who makes x to get at memory too
+    for s in range(c.t.stages):
+        pl.when(s < c.mine)(lambda s=s: work(s, c.wg * c.t.stages + s))
 
 
-def multiply(c: Cta, w: Any, kind: Kind, first: int, wait: Wait | None = None) -> None:
+def _ranges(c: Cta, kinds: Sequence[Kind]) -> list[tuple[int, Kind, int, Any]]:
+    """Of each product its number, its first tile, and whether this CTA's tile is one of it."""
+    first, out = 0, []
+    for i, kind in enumerate(kinds):
+        out.append((i, kind, first, (c.tile >= first) & (c.tile < first + kind.tiles)))
+        first += kind.tiles
+    return out
+
+
+def request(
+    c: Cta, kinds: Sequence[Kind], ws: Any, rings: Sequence[Any], pace: Callable[[], None]
+) -> None:
+    """Ask for as much of w as there is room for, before x is there: for these warpgroups' rings.
+
+    `pace` comes behind each request, for who makes x to get at memory too.
+    """
+    from jax.experimental import pallas as pl
+
+    which, held = c.layer[0], [replace(c, wg=ring) for ring in rings]
+    for i, kind, low, here in _ranges(c, kinds):
+
+        def step(j, _, w=ws[i], kind=kind, low=low):
+            for one in held:
+
+                @pl.when(j < one.mine)
+                def _(one=one):
+                    one.request(w, kind, one.tile - low, which, j, one.wg * one.t.stages + j)
+                    pace()
+
+        pl.when(here)(lambda step=step: lax.fori_loop(0, c.t.stages, step, None))
+
+
+def multiply(c: Cta, w: Any, kind: Kind, first: int, requested: bool = False) -> None:
     """This warpgroup's part of the product of a tile of w, into its place in `sums`.
 
-    With `wait` as much of w as there is room for is requested before x is waited for.
+    The first steps of w may be `requested` already.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     t, which = c.t, c.layer[0]
-    mine = (c.steps - c.wg + t.warpgroups - 1) // t.warpgroups
-
-    def request(j, slot):
-        c.request(w, kind, c.tile - first, which, j, slot)
 
     def issue(j, slot):
-        request(j, slot)
+        c.request(w, kind, c.tile - first, which, j, slot)
         c.fetch(j, slot)
 
-    def fill(work, between=None):
-        for s in range(t.stages):
-            if between is not None and s:
-                between()
-            pl.when(s < mine)(lambda s=s: work(s, c.wg * t.stages + s))
-
-    if wait is None:
-        fill(issue)
-    else:
-        fill(request, wait.pace)
-        wait.all()
-        fill(c.fetch)
+    _fill(c, c.fetch if requested else issue)
     start = None if c.scale is None else row_norm.no_squares(c.width)
 
     def accumulate(sum_ref):
+        late = int(t.stages > 3)  # steps that a slot is asked for again after its product
+
+        def again(j):
+            common.barrier(c.interpret)  # all warps are through with the slot
+            issue(j + t.stages, c.wg * t.stages + lax.rem(j, t.stages))
+
         def step(j, seen):
             slot = c.wg * t.stages + lax.rem(j, t.stages)
             seen = c.ready(j, slot, seen)
-            plgpu.wgmma(sum_ref, c.ws.at[slot], common.tref(c.xs.at[slot]))
-            plgpu.wgmma_wait(0)
-            pl.when(j + t.stages < mine)(lambda: issue(j + t.stages, slot))
+            plgpu.wgmma(sum_ref, c.ws.at[slot], common.tref(c.x_of(j, slot)))
+            plgpu.wgmma_wait(late)
+            more = (j >= late) & (j - late + t.stages < c.mine)
+            pl.when(more)(lambda: again(j - late))
             return seen
 
-        seen = lax.fori_loop(0, mine, step, start)
+        seen = lax.fori_loop(0, c.mine, step, start)
+        plgpu.wgmma_wait(0)
         return (sum_ref[...],) if c.scale is None else (sum_ref[...], seen)
 
     if t.tile == TILE:
         result = pl.run_scoped(accumulate, plgpu.ACC((TILE, c.width), jnp.float32))
     else:
         result = skinny_sm100.accumulate(
-            mine, t.stages, c.ready, issue, c.ws, c.xs, c.acc, c.read, c.complete, start
+            c.mine, t.stages, c.ready, issue, c.ws, c.xs, c.acc, c.read, c.complete, start
         )
+    common.barrier(c.interpret)  # nobody reads what lay there before
     common.store(c.sums.at[c.wg], result[0])
+    common.barrier(c.interpret)
     if c.scale is not None:
         row_norm.store_squares(result[1], c.squares.at[c.wg], c.width)
 
@@ -521,12 +596,15 @@ def _body(
         complete=None,
         parts=None,
         row_parts=None,
+        mail=None,
         **ys,  # y0, y1, ...: [width, columns of a finisher]
     ):
         tile, split, wg = (lax.axis_index(name) for name in ("tile", "split", "wg"))
         places = tile, split, wg
-        held = ws, xs, sums, full, squares, acc, read, complete, parts, row_parts
-        c = Cta(k, width, t, scale, interpret, *places, x, layer, norm, *held)
+        held = ws, xs, sums, full, squares, acc, read, complete, parts, row_parts, mail
+        c = Cta(k, width, t, scale, interpret, *places, x, layer, norm, *held, w_copies(kinds))
+        if mail is not None:
+            mailbox.open_mail(mail, expected(kinds, c.rows, width, t, scale is not None))
         products(c, kinds, refs[:count], refs[count:], list(ys.values()), done)
         if len(refs) > 2 * count:
             pl.when((tile == 0) & (split == 0) & (wg == 0))(lambda: meeting.clear(refs[-1]))
@@ -541,30 +619,38 @@ def products(
     ys: Any,
     staged: Any,
     done: Any,
-    wait: Wait | None = None,
+    requested: bool = False,
+    entered: bool = False,
 ) -> None:
-    """A CTA's tile of one of the products, whole; `wait` as in `multiply`."""
+    """A CTA's tile of one of the products, whole; `requested` as in `multiply`.
+
+    All threads `enter` the cluster, if they have not yet.
+    """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    first, ranges = 0, []  # tiles of each matrix
-    for i, kind in enumerate(kinds):
-        ranges.append((i, kind, first, (c.tile >= first) & (c.tile < first + kind.tiles)))
-        first += kind.tiles
+    ranges = _ranges(c, kinds)
     for i, kind, low, here in ranges:
-        pl.when(here)(lambda i=i, kind=kind, low=low: multiply(c, ws[i], kind, low, wait))
+        pl.when(here)(lambda i=i, kind=kind, low=low: multiply(c, ws[i], kind, low, requested))
     plgpu.barrier_arrive(done.at[0])
+    if c.parts is not None and not entered:
+        mailbox.enter()
     pl.when(c.wg == 0)(lambda: plgpu.barrier_wait(done.at[0]))
     if c.parts is not None:
-        for _, kind, _, here in ranges:
-            pl.when(here & (c.wg == 0))(lambda kind=kind: _push(c, kind))
-        cluster_sum.barrier()
+        for i, kind, _, here in ranges:
+            pl.when(here & (c.wg == 0))(lambda i=i, kind=kind: _push(c, kind, i))
     for i, kind, low, here in ranges:
         finishes = here & (c.wg == 0)
         if not c.interpret:
             finishes &= c.split < share_of(kind, c.width, c.t, c.interpret)[0]
         out = None if c.parts is not None else staged[i]
-        pl.when(finishes)(lambda y=ys[i], q=kind, at=low, out=out: _store(c, y, q, at, out))
+
+        def finish(i=i, y=ys[i], q=kind, at=low, out=out):
+            if c.parts is not None:
+                mailbox.receive(c.mail, i)
+            _store(c, y, q, at, out)
+
+        pl.when(finishes)(finish)
 
 
 def _starts(kind: Kind, t: Tuning) -> tuple[int, ...]:
@@ -572,10 +658,11 @@ def _starts(kind: Kind, t: Tuning) -> tuple[int, ...]:
     return (0,) if kind.situ is None else (0, t.tile // 2)
 
 
-def _push(c: Cta, kind: Kind) -> None:
+def _push(c: Cta, kind: Kind, number: int) -> None:
     finishers, columns = share_of(kind, c.width, c.t, False)
     held = c.sums, c.squares, c.parts, c.row_parts
-    cluster_sum.push_tile(*held, c.split, _starts(kind, c.t), columns, finishers)
+    cut = c.split, _starts(kind, c.t), columns, finishers, c.rows
+    cluster_sum.push_tile(*held, *cut, c.mail, number)
 
 
 def _result(c: Cta, kind: Kind) -> jax.Array:
@@ -586,7 +673,7 @@ def _result(c: Cta, kind: Kind) -> jax.Array:
         if c.parts is None:
             return cluster_sum.local_total(c.sums, start, columns)
         held = c.parts, c.row_parts
-        return cluster_sum.pushed_total(*held, block, c.width, columns, c.scale)
+        return cluster_sum.pushed_total(*held, block, c.width, columns, c.scale or c.late)
 
     found = [total(block, start) for block, start in enumerate(_starts(kind, c.t))]
     if kind.situ is None:

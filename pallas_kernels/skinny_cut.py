@@ -136,7 +136,7 @@ def shared_bytes(width: int, t: Tuning, norm: bool = False) -> int:
     ring = t.warpgroups * t.stages * (t.tile + width) * t.step * 2
     size = t.tile * width * 4
     finishers = min(t.splits, max(1, size // 1024))
-    met = size * t.splits // finishers if t.meets(norm) else 0
+    met = size * t.splits // finishers + 1024 if t.meets(norm) else 0  # with mailboxes
     squares = norm * (t.warpgroups + t.splits) * width * 8
     return ring + (t.warpgroups + 1) * size + met + squares + 1024
 

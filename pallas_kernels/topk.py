@@ -240,7 +240,7 @@ def _scratch(n: int, e: int, k: int, t: Tuning, product: _Product | None) -> dic
         bits=plgpu.SMEM((2 * e,), jnp.int32), words=plgpu.SMEM((t.warpgroups, words), jnp.int32)
     )
     if product is not None:
-        scratch |= skinny.scratch(product.width, product.cut)
+        scratch |= skinny.scratch((product.kind,), product.width, product.cut)
         scratch["y"] = plgpu.SMEM((product.width, skinny.TILE), jnp.float32)
     return scratch
 

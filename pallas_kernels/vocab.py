@@ -187,7 +187,7 @@ def _build(form: _Form) -> Any:
             ws=plgpu.SMEM((ring, t.tile, t.step), bf16, transforms=common.tiled(bf16, t.step)),
             xs=plgpu.SMEM((ring, width, t.step), bf16, transforms=common.tiled(bf16, t.step)),
             sums=plgpu.SMEM((t.warpgroups, t.tile, width), f32),
-            full=plgpu.Barrier(num_barriers=ring, num_arrivals=2 if form.gathered else 3),
+            full=plgpu.Barrier(num_barriers=ring, num_arrivals=1 if form.gathered else 2),
             done=plgpu.Barrier(num_barriers=1, num_arrivals=t.warpgroups),
             **({} if t.tile == skinny.TILE else skinny_sm100.scratch(width, t.stages)),
         ),
