@@ -228,7 +228,7 @@ def _body(form: attn_res.Form, kinds: tuple[skinny.Kind, ...], t: Tuning) -> Any
         inputs = prefix, snapshots, valid, rest[4 : 5 + form.two], rest[:4]
         x, new, *outs = rest[5 + form.two :]
         (score_parts, norm_parts, totals), (sums_,) = sums
-        arrived = counters.at[pl.ds(0, 1)]
+        arrived = meeting.one(counters, 0)
 
         def make():
             row = cluster * t.rows + wg
