@@ -1,7 +1,8 @@
 """AttnRes and the products that read what it gives, in one kernel, for few rows.
 
     operands of `attn_res`, several w [L, N, K] bf16 as in `skinny`, counters i32 [128] at 0
-    -> x, new prefix and snapshots as `attn_res` gives them, the products of x as `skinny` does
+    -> x, new prefix and snapshots as `attn_res` gives them, the products of x as `skinny` does,
+       the counters, of which the first is spent
 
 The first clusters of the grid make x, a row's parts in as many CTAs; all others are those of
 `skinny`. They ask for their first weights, as much as shared memory holds, before they wait for x,
@@ -140,11 +141,11 @@ def mix_products(
     snapshot: bool = False,
     tuning: Tuning | None = None,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array]]:
-    """(x, new prefix, snapshots, products); `layer` is that of the products' stacks.
+) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array], jax.Array]:
+    """(x, new prefix, snapshots, products, counters); `layer` is that of the products' stacks.
 
-    `counters` are spent: no other kernel may have them. In the interpreter, which cannot wait for
-    other CTAs, the two kernels run one after the other.
+    The first of the counters that come back is spent: a kernel behind this one may have another. In
+    the interpreter, which cannot wait for other CTAs, the two kernels run one after the other.
 
     Raises:
         ValueError: `limits` are not met.
@@ -154,8 +155,8 @@ def mix_products(
     if interpret:
         same = dict(eps=eps, reset=reset, snapshot=snapshot)
         x, *rest = m.by(attn_res.attn_res, tuning=t.mix, interpret=True, **same)
-        cut = t.products
-        return x, *rest, skinny.projections(x, items, layer, tuning=cut, interpret=True)
+        done = skinny.projections(x, items, layer, tuning=t.products, interpret=True)
+        return x, *rest, done, counters
     (n, d), bank = m.prefix.shape, m.snapshots.shape[1]
     two = m.shared is not None
     form = attn_res.Form(n, d, d, eps, reset, snapshot, two, True, t.mix, False, CLUSTER)
@@ -165,12 +166,14 @@ def mix_products(
     weights = [w.reshape(-1, d) for w in (m.res_norm, m.res_proj, m.norm)]
     deltas = (m.delta,) if m.shared is None else (m.delta, m.shared)
     held = jax.new_ref(m.snapshots) if snapshot else m.snapshots
+    spent = jax.new_ref(counters)
     x, new, *ys = call(
-        m.prefix, held, common.layer_operand(m.count), jax.new_ref(counters),
+        m.prefix, held, common.layer_operand(m.count), spent,
         common.layer_operand(layer), *(p.w for p in items),
         *weights, common.layer_operand(m.layer), *deltas,
     )  # fmt: skip
-    return x, new, jax.freeze(held) if snapshot else held, skinny.cut(ys, kinds)
+    snapshots = jax.freeze(held) if snapshot else m.snapshots
+    return x, new, snapshots, skinny.cut(ys, kinds), jax.freeze(spent)
 
 
 def _build(
