@@ -213,7 +213,33 @@ def mla_cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
                     ),
                     (jax.ShapeDtypeStruct((), jnp.int32), *leaves),
                 )
+            if heads == 6 and batch * tokens <= 8:
+                out |= _mla_out_case(batch, tokens, heads)
     return out
+
+
+def _mla_out_case(
+    batch: int, tokens: int, heads: int
+) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """The last MLA kernel with the output projection behind it, at a TP16 rank's sizes."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels import mla_attend, mla_value_out
+
+    bf16, f32, i32, s = jnp.bfloat16, jnp.float32, jnp.int32, jax.ShapeDtypeStruct
+    t = mla_attend.default_tuning(batch, tokens * heads, True)
+    shape = batch, -(-tokens * heads // t.columns), t.splits, t.columns
+    n, width = batch * tokens, heads * 128
+    avals = (
+        s((*shape, 512), f32), s(shape, f32), s((batch, tokens), i32), s((n, width), bf16),
+        s((2, heads * 256, 512), bf16), s((2, 7168, width), bf16), s((128,), i32), s((), i32),
+    )  # fmt: skip
+
+    def call(latent, lse, *rest):
+        return mla_value_out.value_out(mla_attend.Parts(latent, lse), *rest, heads=heads)
+
+    return {f"mla_value_out.tp16.rows{n}.tokens{tokens}": (call, avals)}
 
 
 def _small_cases(m: int) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:

@@ -7,9 +7,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import common, kda, kda_out, late_product, meeting, skinny
+from pallas_kernels import (
+    common,
+    kda,
+    kda_out,
+    late_product,
+    meeting,
+    mla_attend,
+    mla_value,
+    mla_value_out,
+    skinny,
+)
 from pallas_kernels.late_product import Sizes, Tuning
 from pallas_kernels.skinny import Projection
+from parity import mla_inputs
 from parity.kernel_env import needs_gpu, needs_interpreter, same, same_bits
 from parity.kernel_inputs import kda_inputs
 
@@ -56,6 +67,36 @@ def test_kda_out_in_the_interpreter(tokens, commit):
     real = np.arange(tokens)[None] < np.asarray(rows.count)[:, None]
     same(*(v.reshape(*real.shape, -1)[real] for v in (y, want)), 4e-3)
     assert not common.races_found()
+
+
+@needs_interpreter
+def test_value_out_in_the_interpreter():
+    case = mla_inputs.make([200, 0, 70], 2, 2, BF16, sizes=(128, 64, 64), page=16)
+    a, w = case.arrays, normal(3, 2, 256, 2 * 64).at[0].set(jnp.nan)
+    parts, _ = mla_inputs.parts_of(case, interpret=True, tuning=mla_attend.Tuning(3, 8))(
+        a, case.cache, 1
+    )
+    operands = parts, a["ends"], a["gate"], a["kv_b"]
+    cut = mla_value_out.Tuning(mla_value.Tuning(4), Tuning(64))
+    heads, y, zeros = mla_value_out.value_out(
+        *operands, w, meeting.counters(), 1, heads=2, tuning=cut, interpret=True
+    )
+    want = mla_value.value(*operands, 1, heads=2, tuning=cut.value, interpret=True)
+    assert same_bits(heads, want) and not zeros.any()
+    against_float64(y, heads, w[1])
+    same(y, mla_value_out.reference(*operands, w, 1, heads=2)[1], 4e-3)
+    assert not common.races_found()
+
+
+@pytest.mark.parametrize(("batch", "tokens"), [(1, 1), (2, 1), (4, 1), (8, 1), (1, 8), (9, 1)])
+def test_value_out_takes_up_to_eight_rows(batch, tokens):
+    s, t = jax.ShapeDtypeStruct, mla_attend.default_tuning(batch, tokens * 6, True)
+    shape, n = (batch, -(-tokens * 6 // t.columns), t.splits, t.columns), batch * tokens
+    found = mla_value_out.limits(
+        mla_attend.Parts(s((*shape, 512), F32), s(shape, F32)), s((batch, tokens), jnp.int32),
+        s((n, 768), BF16), s((2, 1536, 512), BF16), s((2, D, 768), BF16), heads=6,
+    )  # fmt: skip
+    assert (found == []) == (n <= 8)
 
 
 @pytest.mark.parametrize("makers", [6, 12, 18, 24, 30, 36, 42, 48])
@@ -138,13 +179,46 @@ def test_kda_out(batch, tokens, commit):
     kw = SETTINGS | dict(commit=commit)
 
     def call(counters, *args):
-        return kda_out.kda_out(*args[:3], args[3], 1, args[4], w, counters, **kw)
+        return kda_out.kda_out(*args[:4], 1, *args[4:], counters, **kw)
 
     args = fused, state, window, weights, rows
-    found, y, zeros = replayed(call, args)
-    want = jax.jit(lambda *a: kda.kda(*a[:3], a[3], 1, a[4], **kw))(*args)
+    found, y, zeros = replayed(call, (*args, w))
+    want = jax.jit(lambda *a: kda.kda(*a[:4], 1, a[4], **kw))(*args)
     for a, b in zip(found, want, strict=True):
         assert same_bits(a, b)
     assert not zeros.any()
     against_float64(y, found[0], w[1])
     same(y, skinny.skinny(found[0], w, 1), 1e-6)
+
+
+@pytest.mark.gpu
+@needs_gpu
+@pytest.mark.parametrize(
+    ("lengths", "tokens"),
+    [
+        ([1], 1),
+        ([8192], 1),
+        ([1, 700], 1),
+        ([70, 0, 3000], 1),
+        ([65, 128, 1000, 64], 1),
+        ([1, 700, 0, 64, 65], 1),
+        ([1, 700, 0, 64, 65, 3000, 128, 8191], 1),
+        ([520], 8),
+        ([129, 0, 66], 2),
+    ],
+)
+def test_value_out(lengths, tokens):
+    """The bits of `mla_value`, however its rows are cut; a product near the exact one."""
+    case = mla_inputs.make(lengths, tokens, 6, BF16)
+    a, w = case.arrays, normal(3, 2, D, 768, scale=768**-0.5).at[0].set(jnp.nan)
+    parts, _ = jax.jit(mla_inputs.parts_of(case))(a, case.cache, jnp.int32(1))
+    operands = parts, a["ends"], a["gate"], a["kv_b"]
+
+    def call(counters, *args):
+        return mla_value_out.value_out(*args, counters, 1, heads=6)
+
+    heads, y, zeros = replayed(call, (*operands, w))
+    assert same_bits(heads, mla_value.value(*operands, 1, heads=6))
+    assert not zeros.any()
+    against_float64(y, heads, w[1])
+    same(y, skinny.skinny(heads, w, 1), 1e-6)

@@ -33,6 +33,7 @@ from pallas_kernels import (
     mla_attend,
     mla_query,
     mla_value,
+    mla_value_out,
     paged,
     skinny,
     topk,
@@ -187,13 +188,16 @@ def mla(
     inputs: StepInputs,
     kv_latent: jax.Array,
     kv_scale: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:
-    """`standard.mla` in five kernels, or four behind `Ahead`; the latent cache in place."""
+) -> tuple[jax.Array | Ahead, jax.Array]:
+    """`standard.mla` in five kernels, or four behind `Ahead`; the latent cache in place.
+
+    For few rows the heads come with their output projection.
+    """
     c, m, eps = static.config, w.stacks, static.run.latent_eps
     (batch, tokens), heads = inputs.tokens.shape, c.num_attention_heads // static.ranks.size
     a, gate = _products(x, _attention_items(w), w.index)
-    (q,) = skinny.projections(
-        a, [Projection(m.q_b_proj, BF16)], w.index, norm=(m.q_a_layernorm, eps)
+    q, counters = skinny.projections(
+        a, [Projection(m.q_b_proj, BF16)], w.index, norm=(m.q_a_layernorm, eps), zeros=True
     )
     tuning = mla_attend.default_tuning(batch, tokens * heads, static.run.fp8)
     ends = paged.ends(inputs.position, inputs.count, tokens)
@@ -207,8 +211,11 @@ def mla(
         q_rows, cache, layer, inputs.page_table, ends, kv_scale,
         heads=heads, latent=c.kv_lora_rank, scale=c.qk_head_dim**-0.5, tuning=tuning,
     )  # fmt: skip
-    found = mla_value.value(parts, ends, gate, m.kv_b_proj, w.index, heads=heads)
-    return found, jax.freeze(cache)
+    operands = parts, ends, gate, m.kv_b_proj
+    if mla_value_out.limits(*operands, m.o_proj, heads=heads):
+        return mla_value.value(*operands, w.index, heads=heads), jax.freeze(cache)
+    found, *done = mla_value_out.value_out(*operands, m.o_proj, counters, w.index, heads=heads)
+    return Ahead(found, done), jax.freeze(cache)
 
 
 @_once_per_block
