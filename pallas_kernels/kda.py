@@ -481,12 +481,17 @@ def body_of(s: Shape, eps: float, lower_bound: float, interpret: bool) -> Any:
             old = states[wg]
             old = jnp.where(lax.broadcast_in_dim(history, old.shape, ()), old, 0.0)
             new = _recur(c, old, count, outs, update)
-            if s.commit:
-                states[wg] = new
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(states.at[wg], mine(state))
-            if key is not None:
-                c.each(lambda t: _record_key(c, t, key))
+
+            def keep():
+                if s.commit:
+                    states[wg] = new
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(states.at[wg], mine(state))
+                if key is not None:
+                    c.each(lambda t: _record_key(c, t, key))
+
+            if made is None:  # or behind the heads, for which somebody waits
+                keep()
             meet(3)
             c.each(lambda t: _squares(c, t, outs))
             if GROUPS > 1:  # a token's sums stay with its warpgroup
@@ -494,6 +499,7 @@ def body_of(s: Shape, eps: float, lower_bound: float, interpret: bool) -> Any:
             c.each(lambda t: _finish(c, t, k, outs, eps, heads))
             if made is not None:
                 made()
+                keep()
             if s.commit:
                 pl.when(wg == 0)(lambda: _store_window(c, window, here, count))
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)

@@ -148,10 +148,10 @@ def multiply(
         assert wait is None, "the interpreter cannot wait for other CTAs"
         pl.when(lax.axis_index("wg") == 0)(lambda: _twin(s, w.at[rows], x, y.at[:, rows]))
         return
-    counter = () if wait is None else (wait.counter,)
+    counter, arrivals = ((), 0) if wait is None else ((wait.counter,), wait.arrivals)
 
     def code(_: Any, *refs: Any) -> None:
-        _multiply_registers(s, t, *refs, 0 if wait is None else wait.arrivals)
+        _multiply_registers(s, t, arrivals, *refs)
 
     refs = w.at[rows], x, y.at[:, rows], sums, *counter
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(code)(*refs)
@@ -233,7 +233,7 @@ _FINISH = """
 .reg .f32 s<8>;
 setp.lt.u32 in, $2, COUNT;
 mul.lo.u32 n, $2, INVERSE;
-shr.u32 n, n, 16;
+shr.u32 n, n, 24;
 mul.lo.u32 r, n, ROWS;
 sub.u32 r, $2, r;
 mad.lo.u32 some, n, LINE, r;
@@ -261,9 +261,8 @@ def _filled(text: str, **numbers: Any) -> str:
 
 
 def _multiply_registers(
-    s: Sizes, t: Tuning, w: Any, x: Any, y: Any, sums: Any, *rest: Any
-) -> None:  # fmt: skip
-    *counter, arrivals = rest
+    s: Sizes, t: Tuning, arrivals: int, w: Any, x: Any, y: Any, sums: Any, counter: Any = None
+) -> None:
     reg, line, size = common.Registers(), 2 * s.k, t.rows * MAX_ROWS * 4
     thread = reg.utils.thread_idx()
     text = _filled(
@@ -279,8 +278,8 @@ def _multiply_registers(
         [_load(reg, t, w_at, unit * UNIT * line, line, j) for j in range(blocks)]
         for unit in range(units)
     ]
-    if counter:
-        meeting.look(reg, counter[0], arrivals)
+    if counter is not None:
+        meeting.look(reg, counter, arrivals)
     at = reg.wide_add(reg.global_address(x), x_at)
     loads = [_filled(_LOAD_X, LIMIT=s.n * line, AT=2 * BLOCK * j) for j in range(blocks)]
     columns = [reg.ptx(text, at, x_at, results=4, volatile=True) for text in loads]
@@ -302,8 +301,8 @@ def _multiply_registers(
 
 def _finish(reg: common.Registers, s: Sizes, t: Tuning, thread: Any, y: Any, sums: Any) -> None:
     """The parts' sums in shared memory, added, to y."""
-    count, inverse = s.n * t.rows, 65536 // t.rows + 1
-    assert all(i * inverse >> 16 == i // t.rows for i in range(count)), "in place of a division"
+    count, inverse = s.n * t.rows, -(-(1 << 24) // t.rows)
+    assert all(i * inverse >> 24 == i // t.rows for i in range(count)), "in place of a division"
     size, parts = t.rows * MAX_ROWS * 4, range(s.parts)
     load = "".join(f"@in ld.shared.f32 s{part}, [at+{part * size}];\n" for part in parts)
     clear = "".join(f"mov.f32 s{part}, 0f00000000;\n" for part in parts)
