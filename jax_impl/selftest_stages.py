@@ -183,7 +183,7 @@ def _mla(sides: _Sides, w: Any, layer: int, x: jax.Array, inputs: StepInputs, ca
     theirs, theirs_after = AUTO.mla(sides.auto, w[1], at, x, inputs, kv, scale)
     args = (sides.exact, w[1], at, _widened(x), inputs, kv, scale)
     (want, rows), (want_of_auto, _) = mla_over(after)(*args), mla_over(theirs_after)(*args)
-    sides.note("mla.heads", heads, theirs, want, want_of_auto)
+    sides.note("mla.heads", plain(heads), theirs, want, want_of_auto)
     pages = (inputs.page_table,)
     found = written_rows(*(a[at][pages] for a in (kv, after, theirs_after, rows)))
     sides.note("mla.kv_latent", *found)
@@ -195,7 +195,7 @@ def _kda_step(
 ) -> Any:
     at, slots = sides.static.config.attn_ordinal(layer), inputs.slot
     found = sides.run("kda_step", w, at, x, inputs, cache.kda_state, cache.conv_window)
-    sides.note("kda_step.heads", *(f[0] for f in found))
+    sides.note("kda_step.heads", *(plain(f[0]) for f in found))
     sides.note("kda_step.state", *(f[1][at][slots] for f in found))
     sides.note("kda_step.window", *(f[2][at][slots] for f in found))
     return found[0][0]
@@ -207,7 +207,7 @@ def _kda_pending(
     at, slots = sides.static.config.attn_ordinal(layer), inputs.slot
     state, window = cache.kda_state, cache.conv_window
     found = sides.run("kda", w, at, x, inputs, state, window)
-    sides.note("kda.heads", *(f[0] for f in found))
+    sides.note("kda.heads", *(plain(f[0]) for f in found))
     for name in ("update", "key", "log_decay"):
         sides.note(f"kda.{name}", *(getattr(f[1][0], name) for f in found))
     sides.note("kda.raw", *(f[1][1] for f in found))

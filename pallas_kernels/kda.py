@@ -172,39 +172,19 @@ def kda(
     Raises:
         ValueError: `limits` are not met.
     """
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
     common.require(limits(fused, state, window, w, rows), "kda")
     batch, heads = rows.slot.shape[0], state.shape[2]
-    shape = _Shape(fused.shape[0] // batch, heads, w.conv1d.shape[2], commit)
-    bf16, f32 = jnp.bfloat16, jnp.float32
-    record = jax.ShapeDtypeStruct((batch, shape.tokens, heads, WIDTH), f32)
-    out = [jax.ShapeDtypeStruct((fused.shape[0], shape.p), bf16)]
-    t, history = shape.tokens, shape.taps - 1 + shape.tokens
+    shape = Shape(fused.shape[0] // batch, heads, w.conv1d.shape[2], commit)
     call = common.kernel(
-        _body(shape, eps, lower_bound, interpret),
+        body_of(shape, eps, lower_bound, interpret),
         "k3_kda",
         interpret=interpret,
-        out_type=out if commit else [*out, record, record, record],
+        out_type=outputs(batch, shape),
         grid=(batch, heads),
         grid_names=("sequence", "head"),
         num_threads=GROUPS,
         thread_name="wg",
-        scratch_types=dict(
-            states=plgpu.SMEM((GROUPS, ROWS, WIDTH), f32, transforms=common.tiled(f32, WIDTH)),
-            f_b=plgpu.SMEM((GROUPS, ROWS, WIDTH), bf16, transforms=common.tiled(bf16, WIDTH)),
-            low=plgpu.SMEM((t, WIDTH), bf16),
-            gates=plgpu.SMEM((t, WIDTH), bf16),
-            strength=plgpu.SMEM((t, EIGHT), bf16),
-            past=plgpu.SMEM((3, history, WIDTH), bf16),
-            rows_=plgpu.SMEM((4, t, WIDTH), f32),
-            z=plgpu.SMEM((t, WIDTH), f32),
-            outs=plgpu.SMEM((t, WIDTH), f32),
-            sums=plgpu.SMEM((3, t, 4), f32),
-            loaded=plgpu.Barrier(num_barriers=GROUPS, num_arrivals=2),
-            small=plgpu.Barrier(num_barriers=1, num_arrivals=9),
-            ready=plgpu.Barrier(num_barriers=4, num_arrivals=GROUPS),
-        ),
+        scratch_types=scratch(shape),
     )
     operands = *w, common.layer_operand(layer), *rows
     if not commit:
@@ -215,7 +195,9 @@ def kda(
 
 
 @dataclass(frozen=True)
-class _Shape:
+class Shape:
+    """What the kernel is built for: tokens of a sequence, heads, taps, which outputs."""
+
     tokens: int
     heads: int
     taps: int
@@ -227,11 +209,48 @@ class _Shape:
         return self.heads * WIDTH
 
 
+def outputs(batch: int, s: Shape) -> list[jax.ShapeDtypeStruct]:
+    """Of the kernel: heads, and without commit the records."""
+    record = jax.ShapeDtypeStruct((batch, s.tokens, s.heads, WIDTH), jnp.float32)
+    heads = jax.ShapeDtypeStruct((batch * s.tokens, s.p), jnp.bfloat16)
+    return [heads] if s.commit else [heads, record, record, record]
+
+
+def scratch(s: Shape) -> dict[str, Any]:
+    """Scratch memory of a CTA, by the names under which the body takes it."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    bf16, f32 = jnp.bfloat16, jnp.float32
+    t, history = s.tokens, s.taps - 1 + s.tokens
+    return dict(
+        states=plgpu.SMEM((GROUPS, ROWS, WIDTH), f32, transforms=common.tiled(f32, WIDTH)),
+        f_b=plgpu.SMEM((GROUPS, ROWS, WIDTH), bf16, transforms=common.tiled(bf16, WIDTH)),
+        low=plgpu.SMEM((t, WIDTH), bf16),
+        gates=plgpu.SMEM((t, WIDTH), bf16),
+        strength=plgpu.SMEM((t, EIGHT), bf16),
+        past=plgpu.SMEM((3, history, WIDTH), bf16),
+        rows_=plgpu.SMEM((4, t, WIDTH), f32),
+        z=plgpu.SMEM((t, WIDTH), f32),
+        outs=plgpu.SMEM((t, WIDTH), f32),
+        sums=plgpu.SMEM((3, t, 4), f32),
+        loaded=plgpu.Barrier(num_barriers=GROUPS, num_arrivals=2),
+        small=plgpu.Barrier(num_barriers=1, num_arrivals=9),
+        ready=plgpu.Barrier(num_barriers=4, num_arrivals=GROUPS),
+    )
+
+
+def shared_bytes(s: Shape) -> int:
+    """Shared memory of a CTA."""
+    history = s.taps - 1 + s.tokens
+    per_token = WIDTH * (2 * 2 + 6 * 4) + EIGHT * 2 + 3 * 4 * 4
+    return WIDTH * WIDTH * 6 + s.tokens * per_token + 3 * history * WIDTH * 2 + 4096
+
+
 @dataclass(frozen=True)
 class _Cta:
     """One sequence and head while the kernel is traced."""
 
-    s: _Shape
+    s: Shape
     interpret: bool
     sequence: Any
     head: Any
@@ -356,7 +375,12 @@ def _finish(c: _Cta, t: Any, k: _Constants, outs: Any, eps: float, heads: Any) -
     heads[row, c.channels] = (y * _sigmoid(gate)).astype(jnp.bfloat16)
 
 
-def _body(s: _Shape, eps: float, lower_bound: float, interpret: bool) -> Any:
+def body_of(s: Shape, eps: float, lower_bound: float, interpret: bool) -> Any:
+    """The kernel's body.
+
+    In another kernel it takes `place`, that is (sequence, head, warpgroup), and calls `made` when
+    this warpgroup's heads are written.
+    """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -388,8 +412,11 @@ def _body(s: _Shape, eps: float, lower_bound: float, interpret: bool) -> Any:
         loaded,
         small,
         ready,
+        place=None,
+        made=None,
     ):
-        sequence, head, wg = (lax.axis_index(n) for n in ("sequence", "head", "wg"))
+        names = "sequence", "head", "wg"
+        sequence, head, wg = place or (lax.axis_index(name) for name in names)
         at, slot, count = layer[0], slots[sequence], counts[sequence]
         w = Weights(f_b_proj, conv1d, a_log, dt_bias, o_norm)
         c = _Cta(s, interpret, sequence, head, wg, at, w, gates, strength, past, rows_, sums)
@@ -454,23 +481,33 @@ def _body(s: _Shape, eps: float, lower_bound: float, interpret: bool) -> Any:
             old = states[wg]
             old = jnp.where(lax.broadcast_in_dim(history, old.shape, ()), old, 0.0)
             new = _recur(c, old, count, outs, update)
-            if s.commit:
-                states[wg] = new
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(states.at[wg], mine(state))
-            if key is not None:
-                c.each(lambda t: _record_key(c, t, key))
+
+            def keep():
+                if s.commit:
+                    states[wg] = new
+                    plgpu.commit_smem()
+                    plgpu.copy_smem_to_gmem(states.at[wg], mine(state))
+                if key is not None:
+                    c.each(lambda t: _record_key(c, t, key))
+
+            if made is None:  # or behind the heads, for which somebody waits
+                keep()
             meet(3)
             c.each(lambda t: _squares(c, t, outs))
             if GROUPS > 1:  # a token's sums stay with its warpgroup
                 _warpgroup_barrier(interpret)
             c.each(lambda t: _finish(c, t, k, outs, eps, heads))
+            if made is not None:
+                made()
+                keep()
             if s.commit:
                 pl.when(wg == 0)(lambda: _store_window(c, window, here, count))
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
         def pad():
             c.each(lambda t: _zeros(c, t, heads, records))
+            if made is not None:
+                made()
 
         pl.when(slot >= 0)(work)
         pl.when(slot < 0)(pad)

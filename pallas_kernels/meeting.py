@@ -16,16 +16,17 @@ import jax.numpy as jnp
 from pallas_kernels import common
 
 COUNTERS = jax.ShapeDtypeStruct((128,), jnp.int32)  # as many as a warpgroup writes at once
+APART = 32  # numbers of 128 bytes: counters that do not share a line of L2
 
 # $0 counter, $1 thread of the warpgroup. What the warpgroup's other threads have written is behind
-# the same fence: a barrier comes before.
+# the same fence: a barrier comes before. A `red.release` would be a second such fence.
 _ARRIVE = """
 {
 .reg .pred out;
 setp.ne.u32 out, $1, 0;
 @out bra others;
 fence.acq_rel.gpu;
-red.release.gpu.global.add.u32 [$0], 1;
+red.relaxed.gpu.global.add.u32 [$0], 1;
 others:
 }
 """
@@ -57,21 +58,29 @@ def counters() -> jax.Array:
     return jnp.zeros(COUNTERS.shape, COUNTERS.dtype)
 
 
+def one(counters: Any, number: int) -> Any:
+    """Counter 0..3 of a global ref of them, i32 [1]."""
+    from jax.experimental import pallas as pl
+
+    return counters.at[pl.ds(number * APART, 1)]
+
+
 def clear(counters: Any) -> None:
     """Called by a warpgroup: leave counters, a global ref, at 0."""
     counters[...] = jnp.zeros(COUNTERS.shape, COUNTERS.dtype)
 
 
-def arrive(counter: Any) -> None:
+def arrive(counter: Any, copied: bool = True) -> None:
     """Called by a warpgroup; what it has written to global memory is there for those that `wait`.
 
-    `counter` is a global ref i32 [1].
+    `counter` is a global ref i32 [1]. Not `copied`: for ordinary loads only.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     def code(_: Any, ref: Any) -> None:
         reg = common.Registers()
-        reg.ptx(_ENGINE, volatile=True)
+        if copied:
+            reg.ptx(_ENGINE, volatile=True)
         reg.barrier()
         reg.ptx(_ARRIVE, reg.global_address(ref), reg.thread(), volatile=True)
 
@@ -88,12 +97,17 @@ def wait(counter: Any, arrivals: int, looks: int = FOREVER) -> None:
 
     def code(_: Any, ref: Any) -> None:
         reg = common.Registers()
-        place = reg.global_address(ref), reg.constant(arrivals), reg.thread()
-        reg.ptx(_WAIT, *place, reg.constant(looks), volatile=True)
-        reg.barrier()
+        look(reg, ref, arrivals, looks)
         reg.ptx(_ENGINE, volatile=True)
 
     plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(code)(counter)
+
+
+def look(reg: common.Registers, counter: Any, arrivals: int, looks: int = FOREVER) -> None:
+    """`wait` inside of register code, for ordinary loads only."""
+    place = reg.global_address(counter), reg.constant(arrivals), reg.thread()
+    reg.ptx(_WAIT, *place, reg.constant(looks), volatile=True)
+    reg.barrier()
 
 
 def meet(counter: Any, arrivals: int) -> None:

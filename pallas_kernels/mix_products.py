@@ -1,7 +1,8 @@
 """AttnRes and the products that read what it gives, in one kernel, for few rows.
 
     operands of `attn_res`, several w [L, N, K] bf16 as in `skinny`, counters i32 [128] at 0
-    -> x, new prefix and snapshots as `attn_res` gives them, the products of x as `skinny` does
+    -> x, new prefix and snapshots as `attn_res` gives them, the products of x as `skinny` does,
+       the counters, of which the first is spent
 
 A row's parts are made in as many CTAs of a cluster, and all ask for their first weights, as much as
 shared memory holds, before x is there, so that the stream of weights begins with the kernel.
@@ -169,11 +170,11 @@ def mix_products(
     snapshot: bool = False,
     tuning: Tuning | None = None,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array]]:
-    """(x, new prefix, snapshots, products); `layer` is that of the products' stacks.
+) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array], jax.Array]:
+    """(x, new prefix, snapshots, products, counters); `layer` is that of the products' stacks.
 
-    `counters` are spent: no other kernel may have them. In the interpreter, which cannot wait for
-    other CTAs, the two kernels run one after the other.
+    The first of the counters that come back is spent: a kernel behind this one may have another. In
+    the interpreter, which cannot wait for other CTAs, the two kernels run one after the other.
 
     Raises:
         ValueError: `limits` are not met.
@@ -183,8 +184,8 @@ def mix_products(
     if interpret:
         same = dict(eps=eps, reset=reset, snapshot=snapshot)
         x, *rest = m.by(attn_res.attn_res, tuning=t.mix, interpret=True, **same)
-        cut = t.products
-        return x, *rest, skinny.projections(x, items, layer, tuning=cut, interpret=True)
+        done = skinny.projections(x, items, layer, tuning=t.products, interpret=True)
+        return x, *rest, done, counters
     (n, d), bank = m.prefix.shape, m.snapshots.shape[1]
     two = m.shared is not None
     form = attn_res.Form(n, d, d, eps, reset, snapshot, two, True, t.mix, False)
@@ -194,12 +195,14 @@ def mix_products(
     weights = [w.reshape(-1, d) for w in (m.res_norm, m.res_proj, m.norm)]
     deltas = (m.delta,) if m.shared is None else (m.delta, m.shared)
     held = jax.new_ref(m.snapshots) if snapshot else m.snapshots
+    spent = jax.new_ref(counters)
     x, new, *ys = call(
-        m.prefix, held, common.layer_operand(m.count), jax.new_ref(counters),
+        m.prefix, held, common.layer_operand(m.count), spent,
         common.layer_operand(layer), *(p.w for p in items),
         *weights, common.layer_operand(m.layer), *deltas,
     )  # fmt: skip
-    return x, new, jax.freeze(held) if snapshot else held, skinny.cut(ys, kinds)
+    snapshots = jax.freeze(held) if snapshot else m.snapshots
+    return x, new, snapshots, skinny.cut(ys, kinds), jax.freeze(spent)
 
 
 def _build(
@@ -277,7 +280,7 @@ def _body(form: attn_res.Form, kinds: tuple[skinny.Kind, ...], t: Tuning, bank: 
         inputs = prefix, snapshots, valid, rest[4 : 5 + form.two], rest[:4]
         x, new, *outs = rest[5 + form.two :]
         mixing, (sums_,) = sums
-        arrived = counters.at[pl.ds(0, 1)]
+        arrived = meeting.one(counters, 0)
         held = ws, xs, sums_, full, None, None, None, None, parts, row_parts, mail
         number = (cluster - makers) * CLUSTER + cta
         tile, split = number // cut.splits, lax.rem(number, cut.splits)

@@ -127,20 +127,28 @@ def value(
         ValueError: `limits` are not met.
     """
     common.require(limits(parts, ends, gate, kv_b, heads=heads, tuning=tuning), "mla_value")
-    n, width = gate.shape
+    n = gate.shape[0]
     t = tuning or default_tuning(n)
     groups = -(-n // t.rows)
     out_rows = n
     if interpret:  # no copies clipped at an array's edge there
         out_rows = groups * t.rows
         gate = jnp.pad(gate, ((0, out_rows + NARROW - n), (0, 0)), constant_values=jnp.nan)
-    s = _Sizes(n, *ends.shape, heads, width // heads, kv_b.shape[1] // heads, *parts.latent.shape)
+    s = sizes(parts, ends, gate, kv_b, heads)
     call = _build(s, t, groups, out_rows, interpret)
     return call(*parts, ends, gate, kv_b, common.layer_operand(layer))[:n]
 
 
+def sizes(parts: Parts, ends: jax.Array, gate: jax.Array, kv_b: jax.Array, heads: int) -> Sizes:
+    """Of the operands."""
+    width, per_head = gate.shape[1] // heads, kv_b.shape[1] // heads
+    return Sizes(ends.size, *ends.shape, heads, width, per_head, *parts.latent.shape)
+
+
 @dataclass(frozen=True)
-class _Sizes:
+class Sizes:
+    """What the kernel is built for."""
+
     n: int
     batch: int
     tokens: int
@@ -153,34 +161,57 @@ class _Sizes:
     columns: int
     latent: int
 
+    @property
+    def warpgroups(self) -> int:
+        """Of a CTA."""
+        return self.latent // SPAN
 
-def _build(s: _Sizes, t: Tuning, groups: int, out_rows: int, interpret: bool) -> Any:
+    @property
+    def tiles(self) -> int:
+        """CTAs of a head."""
+        return self.values // TILE
+
+
+def scratch(s: Sizes) -> dict[str, Any]:
+    """Scratch memory of a CTA, by the names under which the body takes it."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     bf16 = jnp.bfloat16
-    wgs = s.latent // SPAN
-    return common.kernel(
-        _body(s, t),
-        "k3_mla_value",
-        interpret=interpret,
-        out_type=jax.ShapeDtypeStruct((out_rows, s.heads * s.values), bf16),
-        grid=(s.values // TILE, s.heads, groups),
-        grid_names=("tile", "head", "group"),
-        num_threads=wgs,
-        thread_name="wg",
-        scratch_types=dict(
-            ws=plgpu.SMEM((TILE, s.latent), bf16, transforms=common.tiled(bf16, s.latent)),
-            xs=plgpu.SMEM((NARROW, s.latent), bf16, transforms=common.tiled(bf16, s.latent)),
-            merged=plgpu.SMEM((NARROW, s.latent), bf16),
-            gs=plgpu.SMEM((NARROW, TILE), bf16),
-            ys=plgpu.SMEM((NARROW, TILE), bf16),
-            full=plgpu.Barrier(num_barriers=1, num_arrivals=2),
-            done=plgpu.Barrier(num_barriers=1, num_arrivals=wgs),
-        ),
+    return dict(
+        ws=plgpu.SMEM((TILE, s.latent), bf16, transforms=common.tiled(bf16, s.latent)),
+        xs=plgpu.SMEM((NARROW, s.latent), bf16, transforms=common.tiled(bf16, s.latent)),
+        merged=plgpu.SMEM((NARROW, s.latent), bf16),
+        gs=plgpu.SMEM((NARROW, TILE), bf16),
+        full=plgpu.Barrier(num_barriers=1, num_arrivals=2),
+        done=plgpu.Barrier(num_barriers=1, num_arrivals=s.warpgroups),
     )
 
 
-def _body(s: _Sizes, t: Tuning) -> Any:
+def shared_bytes(s: Sizes) -> int:
+    """Shared memory of a CTA."""
+    return 2 * s.latent * (TILE + 2 * NARROW) + 2 * NARROW * TILE + 2048
+
+
+def _build(s: Sizes, t: Tuning, groups: int, out_rows: int, interpret: bool) -> Any:
+    return common.kernel(
+        body_of(s, t, interpret),
+        "k3_mla_value",
+        interpret=interpret,
+        out_type=jax.ShapeDtypeStruct((out_rows, s.heads * s.values), jnp.bfloat16),
+        grid=(s.tiles, s.heads, groups),
+        grid_names=("tile", "head", "group"),
+        num_threads=s.warpgroups,
+        thread_name="wg",
+        scratch_types=scratch(s),
+    )
+
+
+def body_of(s: Sizes, t: Tuning, interpret: bool) -> Any:
+    """The kernel's body.
+
+    In another kernel it takes `place`, that is (tile, head, group, warpgroup), and the first
+    warpgroup calls `made` when this CTA's heads are written.
+    """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -198,11 +229,13 @@ def _body(s: _Sizes, t: Tuning) -> Any:
         xs,  # bf16 [8, latent], merged rows as the tensor core reads them
         merged,  # bf16 [8, latent], the same in plain order
         gs,
-        ys,
         full,
         done,
+        place=None,
+        made=None,
     ):
-        tile, head, group, wg = (lax.axis_index(name) for name in ("tile", "head", "group", "wg"))
+        names = "tile", "head", "group", "wg"
+        tile, head, group, wg = place or (lax.axis_index(name) for name in names)
         first = group * t.rows
         columns = pl.ds(head * s.values + tile * TILE, TILE)
 
@@ -251,16 +284,80 @@ def _body(s: _Sizes, t: Tuning) -> Any:
             for i in range(t.rows):
                 alive = jnp.where(number == i, ends[where(i)], alive)
             z = jnp.where(alive > 0, z, jnp.zeros_like(z))  # a select: a pad row's gate may be NaN
-            common.store(common.tref(ys), z.astype(jnp.bfloat16))
-            plgpu.commit_smem()
-            rows = pl.ds(first, t.rows)
-            plgpu.copy_smem_to_gmem(ys.at[pl.ds(0, t.rows)], y.at[rows, columns])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            _store(y, first, columns, z.astype(jnp.bfloat16), t.rows, interpret)
+            if made is not None:
+                made()
 
     return body
 
 
-def _active(ends: Any, sequence: jax.Array, s: _Sizes) -> jax.Array:
+# two neighbouring numbers $0 of a row of [TILE, NARROW] to two rows of y; $1 y, $2 where the tile
+# begins in it, $3 column, $4 row of the tile
+_STORE = """
+{
+.reg .pred in, there;
+.reg .b16 a, b;
+.reg .b64 at, end;
+mov.b32 {a, b}, $0;
+add.u64 end, $1, WHOLE;
+mad.wide.u32 at, $4, 2, $2;
+mad.wide.u32 at, $3, STRIDE, at;
+setp.lt.u32 in, $3, ROWS;
+setp.lt.u64 there, at, end;
+and.pred in, in, there;
+@in st.global.b16 [at], a;
+add.u64 at, at, STRIDE;
+setp.lt.u32 in, $3, LAST;
+setp.lt.u64 there, at, end;
+and.pred in, in, there;
+@in st.global.b16 [at], b;
+}
+"""
+
+
+# $0 the first row of a lane, $1 thread: 16 rows per warp, four lanes a row
+_ROW = """
+{
+.reg .b32 warp;
+shr.u32 warp, $1, 5;
+shr.u32 $0, $1, 2;
+and.b32 $0, $0, 7;
+mad.lo.u32 $0, warp, 16, $0;
+}
+"""
+
+
+def _store(y: Any, first: Any, columns: Any, value: jax.Array, rows: int, interpret: bool) -> None:
+    """Columns of value bf16 [TILE, NARROW] to `rows` rows of y from `first` on, those that it has.
+
+    From registers: who waits for it (`mla_value_out`) does not wait for the copy engine as well.
+    """
+    from jax.experimental import pallas as pl
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if interpret:
+        y[pl.ds(first, rows), columns] = value.T[:rows]
+        return
+    (n, width), text = y.shape, _STORE
+    for name, number in (
+        ("WHOLE", 2 * n * width), ("STRIDE", 2 * width), ("ROWS", rows), ("LAST", rows - 1)
+    ):  # fmt: skip
+        text = text.replace(name, str(number))
+
+    def code(_: Any, whole: Any, begin: Any, fragment: Any) -> None:
+        reg = common.Registers()
+        column = reg.ptx("{ and.b32 $0, $1, 3; shl.b32 $0, $0, 1; }", reg.thread(), results=1)[0]
+        row = reg.ptx(_ROW, reg.thread(), results=1)[0]
+        for half, register in enumerate(fragment.registers.flat):
+            place = reg.global_address(whole), reg.global_address(begin), column
+            (both,) = reg.words(register)
+            reg.ptx(text, both, *place, reg.add(row, 8 * half), volatile=True)
+
+    call = plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.RefType(), plgpu.Layout.WGMMA))
+    call(code)(y, y.at[pl.ds(first, 1), columns], value)
+
+
+def _active(ends: Any, sequence: jax.Array, s: Sizes) -> jax.Array:
     """How many splits worked on a sequence, as `mla_attend.work` has it."""
     length = ends[sequence, 0]
     if s.tokens > 1:
@@ -273,7 +370,7 @@ def _active(ends: Any, sequence: jax.Array, s: _Sizes) -> jax.Array:
 
 
 def _merge(
-    latent: Any, lse: Any, place: Any, active: jax.Array, mine: Any, s: _Sizes, t: Tuning
+    latent: Any, lse: Any, place: Any, active: jax.Array, mine: Any, s: Sizes, t: Tuning
 ) -> jax.Array:
     """Weighted mean of the active parts of one query row, f32 [128] of its columns."""
     from jax.experimental.pallas import mosaic_gpu as plgpu

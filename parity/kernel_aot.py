@@ -69,7 +69,7 @@ def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels import attn_res, experts, kda, latent_up, mxfp4, route, skinny
+    from pallas_kernels import attn_res, experts, kda, kda_out, latent_up, mxfp4, route, skinny
 
     bf16, f32, i32 = jnp.bfloat16, jnp.float32, jnp.int32
     situ = (4.0, 25.0)
@@ -125,18 +125,28 @@ def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
                         ),
                         out[f"experts.tp{ranks}.rows{m}"][1],
                     )
-    for batch, tokens, commit in ((1, 1, True), (1, 8, False), (64, 1, True), (8, 8, False)):
-        out[f"kda.tp16.batch{batch}.tokens{tokens}"] = (
-            lambda *a, commit=commit: kda.kda(
-                *a[:3], kda.Weights(*a[3:8]), a[8], kda.Rows(*a[9:]),
-                eps=1e-5, lower_bound=-5.0, commit=commit,
-            ),
-            (
-                s(bf16, batch * tokens, 3208), s(f32, 2, batch, 6, 128, 128),
-                s(bf16, 2, batch, 3, 2304), s(bf16, 2, 768, 128), s(f32, 2, 2304, 4),
-                s(f32, 2, 6), s(f32, 2, 768), s(f32, 2, 128), layer, *[s(i32, batch)] * 3,
-            ),
+    for batch, tokens, commit in (
+        (1, 1, True), (1, 8, False), (8, 1, True), (64, 1, True), (8, 8, False)
+    ):  # fmt: skip
+        settings = dict(eps=1e-5, lower_bound=-5.0, commit=commit)
+        avals = (
+            s(bf16, batch * tokens, 3208), s(f32, 2, batch, 6, 128, 128),
+            s(bf16, 2, batch, 3, 2304), s(bf16, 2, 768, 128), s(f32, 2, 2304, 4),
+            s(f32, 2, 6), s(f32, 2, 768), s(f32, 2, 128), layer, *[s(i32, batch)] * 3,
         )  # fmt: skip
+        out[f"kda.tp16.batch{batch}.tokens{tokens}"] = (
+            lambda *a, kw=settings: kda.kda(
+                *a[:3], kda.Weights(*a[3:8]), a[8], kda.Rows(*a[9:]), **kw
+            ),
+            avals,
+        )
+        if batch * tokens <= 8:
+            out[f"kda_out.tp16.batch{batch}.tokens{tokens}"] = (
+                lambda *a, kw=settings: kda_out.kda_out(
+                    *a[:3], kda.Weights(*a[3:8]), a[8], kda.Rows(*a[9:12]), *a[12:], **kw
+                ),
+                (*avals, s(bf16, 2, 7168, 768), s(i32, 128)),
+            )
     return out
 
 
@@ -203,7 +213,33 @@ def mla_cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
                     ),
                     (jax.ShapeDtypeStruct((), jnp.int32), *leaves),
                 )
+            if heads == 6 and batch * tokens <= 8:
+                out |= _mla_out_case(batch, tokens, heads)
     return out
+
+
+def _mla_out_case(
+    batch: int, tokens: int, heads: int
+) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
+    """The last MLA kernel with the output projection behind it, at a TP16 rank's sizes."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels import mla_attend, mla_value_out
+
+    bf16, f32, i32, s = jnp.bfloat16, jnp.float32, jnp.int32, jax.ShapeDtypeStruct
+    t = mla_attend.default_tuning(batch, tokens * heads, True)
+    shape = batch, -(-tokens * heads // t.columns), t.splits, t.columns
+    n, width = batch * tokens, heads * 128
+    avals = (
+        s((*shape, 512), f32), s(shape, f32), s((batch, tokens), i32), s((n, width), bf16),
+        s((2, heads * 256, 512), bf16), s((2, 7168, width), bf16), s((128,), i32), s((), i32),
+    )  # fmt: skip
+
+    def call(latent, lse, *rest):
+        return mla_value_out.value_out(mla_attend.Parts(latent, lse), *rest, heads=heads)
+
+    return {f"mla_value_out.tp16.rows{n}.tokens{tokens}": (call, avals)}
 
 
 def _small_cases(m: int) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:

@@ -145,11 +145,23 @@ def shapes(batch: int, tokens: int, heads: int, dtype: Any, kv_scale: float | No
 
 def kernels(case: Case, *, interpret: bool = False, tuning: Any = None) -> Any:
     """Arrays, cache, layer -> (heads [N, H V], cache): the three kernels."""
+    parts_step = parts_of(case, interpret=interpret, tuning=tuning)
+
+    def step(a: dict[str, Any], cache: jax.Array, layer: Any) -> tuple[jax.Array, jax.Array]:
+        parts, cache = parts_step(a, cache, layer)
+        rest = a["ends"], a["gate"], a["kv_b"], layer
+        return mla_value.value(parts, *rest, heads=case.heads, interpret=interpret), cache
+
+    return step
+
+
+def parts_of(case: Case, *, interpret: bool = False, tuning: Any = None) -> Any:
+    """Arrays, cache, layer -> (parts, cache): the first two of them."""
     batch, fp8 = case.arrays["ends"].shape[0], case.cache.dtype == jnp.float8_e4m3fn
     t = tuning or mla_attend.default_tuning(batch, case.tokens * case.heads, fp8)
     same: dict[str, Any] = dict(heads=case.heads, interpret=interpret)
 
-    def step(a: dict[str, Any], cache: jax.Array, layer: Any) -> tuple[jax.Array, jax.Array]:
+    def step(a: dict[str, Any], cache: jax.Array, layer: Any) -> tuple[Any, jax.Array]:
         held = jax.new_ref(cache)
         q = mla_query.query(
             *(a["q"], a["kv_a"], a["kv_b"], layer, a["norm"], held, layer, a["place"]),
@@ -167,7 +179,7 @@ def kernels(case: Case, *, interpret: bool = False, tuning: Any = None) -> Any:
             tuning=t,
             **same,
         )
-        return mla_value.value(parts, a["ends"], a["gate"], a["kv_b"], layer, **same), cache
+        return parts, cache
 
     return step
 

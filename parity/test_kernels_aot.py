@@ -15,9 +15,11 @@ needs_plugin = pytest.mark.skipif(
 SMALL = ("skinny.o_proj.rows8", "skinny.kda_in.rows64", "attn_res.two_deltas.rows8",
          "topk.shared.rows8", "vocab.markov.rows8", "experts.tp16.rows8",
          "experts.two_kernels.tp16.rows8", "kda.tp16.batch1.tokens8",
+         "kda_out.tp16.batch8.tokens1", "mla_value_out.tp16.rows8.tokens1",
          "mla.tp16.rows8.tokens8.float8_e4m3fn", "mix_products.route.rows8")  # fmt: skip
 BODIES = ("skinny", "attn_res", "topk", "vocab", "plan", "experts", "experts_gate_up",
-          "experts_down", "kda", "mla_query", "mla_attend", "mla_value")  # fmt: skip
+          "experts_down", "kda", "kda_out", "mla_query", "mla_attend", "mla_value",
+          "mla_value_out")  # fmt: skip
 
 
 def compiled(*options):
@@ -49,7 +51,16 @@ def test_exchanges_assemble(target, hosts, gpus):
 
 def test_every_kernel_is_listed():
     names = " ".join(kernel_aot.cases())
-    for kernel in ("skinny", "route", "latent_up", "attn_res", "experts", "topk", "vocab"):
+    for kernel in (
+        "skinny",
+        "route",
+        "latent_up",
+        "attn_res",
+        "experts",
+        "topk",
+        "vocab",
+        "kda_out",
+    ):
         assert kernel in names
     assert "reduce" not in names and len(kernel_aot.exchange_cases(16)) == 12
 

@@ -34,21 +34,23 @@ RANKS = 16
 ONE = {
     "k3_mix_products": 5 * 2 - 1,
     "k3_attn_res": 1,
-    "k3_kda": 4,
+    "k3_kda_out": 4,
     "k3_mla_query": 1,
     "k3_mla_attend": 1,
-    "k3_mla_value": 1,
+    "k3_mla_value_out": 1,
     "k3_topk": 4,
     "k3_experts": 4,
-    # o_proj and the dense pair; latent up; a projection of MLA; the head
-    "k3_skinny": 5 + 2 + 4 + 1 + 1,
+    # the dense pair; latent up; a projection of MLA; the head
+    "k3_skinny": 2 + 4 + 1 + 1,
 }
 # 8 rows: in_proj and MLA's first projections are kernels of their own
 FEW = ONE | {"k3_mix_products": 4, "k3_attn_res": 6, "k3_skinny": ONE["k3_skinny"] + 5}
-# more: so is the router's part, and the two products of the experts
-MANY = FEW | {"k3_attn_res": 5 * 2, "k3_skinny": FEW["k3_skinny"] + 4}
+# more: so are the router's part, o_proj, and the two products of the experts
+MANY = FEW | {"k3_attn_res": 5 * 2, "k3_skinny": FEW["k3_skinny"] + 4 + 5}
 MANY |= {"k3_experts_gate_up": 4, "k3_experts_down": 4}
-del MANY["k3_mix_products"], MANY["k3_experts"]
+MANY |= {"k3_kda": 4, "k3_mla_value": 1}
+for name in ("k3_mix_products", "k3_experts", "k3_kda_out", "k3_mla_value_out"):
+    del MANY[name]
 
 
 def traced(
@@ -96,7 +98,7 @@ def test_other_numbers_of_ranks(tp, rows):
     """Wider shares: of the experts at 4 ranks too wide for one kernel."""
     got = traced(rows, 1, LATENCY_SPECIALIZED, tp=tp, decode_backend="latency_specialized")
     assert got["k3_experts" if tp == 8 and rows == 1 else "k3_experts_down"] == 4
-    assert got["k3_kda"] == 4 and got["k3_topk"] == 4
+    assert got["k3_kda"] + got["k3_kda_out"] == 4 and got["k3_topk"] == 4
 
 
 @needs_interpreter
@@ -113,7 +115,8 @@ def test_the_recorded_model_with_real_head_sizes_fits(tokens):
     run = RunConfig(decode_backend="latency_specialized", page_size=16)
     assert limits.unmet(config, run, 1) == []
     got = traced(2, tokens, LATENCY_SPECIALIZED, config, 1, decode_backend="latency_specialized")
-    assert {"k3_kda", "k3_mla_attend", "k3_attn_res", "k3_topk"} <= set(got)
+    assert {"k3_mla_attend", "k3_attn_res", "k3_topk"} <= set(got)
+    assert ("k3_kda_out" if tokens == 1 else "k3_kda") in got
     assert got["k3_experts_down"] == 4
 
 

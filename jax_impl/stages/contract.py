@@ -17,6 +17,8 @@ class Ahead(NamedTuple):
 
     array: jax.Array
     done: Any  # the next stage's first products
+    # i32 [128], see `pallas_kernels.meeting`; behind `attn_in` the first is spent
+    counters: jax.Array | None = None
 
 
 def plain(x: jax.Array | Ahead) -> jax.Array:

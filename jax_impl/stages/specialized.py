@@ -19,19 +19,21 @@ from jax_impl.numerics import f32
 from jax_impl.ops.kda import Records
 from jax_impl.params import Kda, Layer, LayerWeights, Moe, Root
 from jax_impl.stages import standard
-from jax_impl.stages.contract import Ahead, Delta, Routed, whole
+from jax_impl.stages.contract import Ahead, Delta, Routed, plain, whole
 from jax_impl.static import Static
 from pallas_kernels import attn_res as attn_res_kernel
 from pallas_kernels import experts as experts_kernel
 from pallas_kernels import kda as kda_kernel
 from pallas_kernels import kda_commit as commit_kernel
 from pallas_kernels import (
+    kda_out,
     latent_up,
     meeting,
     mix_products,
     mla_attend,
     mla_query,
     mla_value,
+    mla_value_out,
     paged,
     skinny,
     topk,
@@ -84,8 +86,8 @@ def _mixed(static, mix, items, layer, counters, **kw):
     if not items or mix_products.limits(mix, items):
         return mix.by(attn_res_kernel.attn_res, eps=eps, **kw)
     counters = meeting.counters() if counters is None else counters
-    x, *rest, done = mix_products.mix_products(mix, items, counters, layer, eps=eps, **kw)
-    return Ahead(x, done), *rest
+    x, *rest, done, counters = mix_products.mix_products(mix, items, counters, layer, eps=eps, **kw)
+    return Ahead(x, done, counters), *rest
 
 
 def _attention_items(w: Layer) -> list[Projection]:
@@ -101,6 +103,16 @@ def _products(
     return x.done if isinstance(x, Ahead) else skinny.projections(x, items, layer)
 
 
+def _products_and_counters(
+    x: jax.Array | Ahead, items: list[Projection], layer: int | jax.Array
+) -> tuple[list[jax.Array], jax.Array]:
+    """The same, and counters of which all but the first are at 0."""
+    if isinstance(x, Ahead) and x.counters is not None:
+        return x.done, x.counters
+    *done, counters = skinny.projections(plain(x), items, layer, zeros=True)
+    return done, counters
+
+
 @_once
 def kda(
     static: Static,
@@ -110,10 +122,15 @@ def kda(
     inputs: StepInputs,
     state: jax.Array,
     window: jax.Array,
-) -> tuple[jax.Array, tuple[Records, jax.Array]]:
-    """`standard.kda` in two kernels, or one behind `Ahead`; the pending commit holds records."""
-    (fused,) = _products(x, _attention_items(w), layer)
-    heads, update, key, g = _mix(static, w, layer, fused, inputs, state, window, commit=False)
+) -> tuple[jax.Array | Ahead, tuple[Records, jax.Array]]:
+    """`standard.kda` in two kernels, or one behind `Ahead`; the pending commit holds records.
+
+    For few rows the heads come with their output projection.
+    """
+    (fused,), counters = _products_and_counters(x, _attention_items(w), layer)
+    heads, update, key, g = _heads(
+        static, w, layer, fused, counters, inputs, state, window, commit=False
+    )
     channels = window.shape[3]
     raw = fused[:, :channels].reshape(*inputs.tokens.shape, channels)
     return heads, (Records(update, key, g), raw)
@@ -128,21 +145,23 @@ def kda_step(
     inputs: StepInputs,
     state: jax.Array,
     window: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """`standard.kda_step` in two kernels, or one behind `Ahead`; state and window in place."""
-    (fused,) = _products(x, _attention_items(w), layer)
-    heads, state, window = _mix(static, w, layer, fused, inputs, state, window, commit=True)
-    return heads, state, window
+) -> tuple[jax.Array | Ahead, jax.Array, jax.Array]:
+    """`standard.kda_step` as `kda` is here; state and window in place."""
+    (fused,), counters = _products_and_counters(x, _attention_items(w), layer)
+    return _heads(static, w, layer, fused, counters, inputs, state, window, commit=True)
 
 
-def _mix(static: Static, w: Layer, layer, fused, inputs, state, window, *, commit: bool):
-    k = w.stacks
+def _heads(static, w, layer, fused, counters, inputs, state, window, *, commit: bool):
+    """What `kda_kernel.kda` gives; the heads with their output projection where that fits."""
+    k, c = w.stacks, static.config
     weights = kda_kernel.Weights(k.f_b_proj, k.conv1d, k.A_log, k.dt_bias, k.o_norm)
     rows = kda_kernel.Rows(inputs.slot, inputs.position, inputs.count)
-    return kda_kernel.kda(
-        fused, state, window, weights, layer, rows,
-        eps=static.config.rms_norm_eps, lower_bound=static.config.gate_lower_bound, commit=commit,
-    )  # fmt: skip
+    kw = dict(eps=c.rms_norm_eps, lower_bound=c.gate_lower_bound, commit=commit)
+    arrays = fused, state, window, weights
+    if kda_out.limits(*arrays, rows, k.o_proj):
+        return kda_kernel.kda(*arrays, layer, rows, **kw)
+    found, *done = kda_out.kda_out(*arrays, layer, rows, k.o_proj, counters, **kw)
+    return Ahead(found[0], done), *found[1:]
 
 
 def kda_commit(
@@ -169,13 +188,16 @@ def mla(
     inputs: StepInputs,
     kv_latent: jax.Array,
     kv_scale: jax.Array | None,
-) -> tuple[jax.Array, jax.Array]:
-    """`standard.mla` in five kernels, or four behind `Ahead`; the latent cache in place."""
+) -> tuple[jax.Array | Ahead, jax.Array]:
+    """`standard.mla` in five kernels, or four behind `Ahead`; the latent cache in place.
+
+    For few rows the heads come with their output projection.
+    """
     c, m, eps = static.config, w.stacks, static.run.latent_eps
     (batch, tokens), heads = inputs.tokens.shape, c.num_attention_heads // static.ranks.size
     a, gate = _products(x, _attention_items(w), w.index)
-    (q,) = skinny.projections(
-        a, [Projection(m.q_b_proj, BF16)], w.index, norm=(m.q_a_layernorm, eps)
+    q, counters = skinny.projections(
+        a, [Projection(m.q_b_proj, BF16)], w.index, norm=(m.q_a_layernorm, eps), zeros=True
     )
     tuning = mla_attend.default_tuning(batch, tokens * heads, static.run.fp8)
     ends = paged.ends(inputs.position, inputs.count, tokens)
@@ -189,26 +211,35 @@ def mla(
         q_rows, cache, layer, inputs.page_table, ends, kv_scale,
         heads=heads, latent=c.kv_lora_rank, scale=c.qk_head_dim**-0.5, tuning=tuning,
     )  # fmt: skip
-    found = mla_value.value(parts, ends, gate, m.kv_b_proj, w.index, heads=heads)
-    return found, jax.freeze(cache)
+    operands = parts, ends, gate, m.kv_b_proj
+    if mla_value_out.limits(*operands, m.o_proj, heads=heads):
+        return mla_value.value(*operands, w.index, heads=heads), jax.freeze(cache)
+    found, *done = mla_value_out.value_out(*operands, m.o_proj, counters, w.index, heads=heads)
+    return Ahead(found, done), jax.freeze(cache)
 
 
 @_once_per_block
 def attn_out(
     static: Static,
     layer: LayerWeights,
-    heads: jax.Array,
+    heads: jax.Array | Ahead,
     prefix: jax.Array,
     snapshots: jax.Array,
     count: int | jax.Array,
     *,
     starts_block: bool,
 ) -> tuple[jax.Array | Ahead, jax.Array]:
-    """`standard.attn_out` in two kernels; for few rows with the first products of `route`."""
+    """`standard.attn_out` in two kernels, or one behind `Ahead`.
+
+    For few rows with the first products of `route`.
+    """
     n, i, attention = layer.norms.stacks, layer.norms.index, layer.attention
-    partial, counters = skinny.projections(
-        heads, [Projection(attention.stacks.o_proj)], attention.index, zeros=True
-    )
+    if isinstance(heads, Ahead):
+        partial, counters = heads.done
+    else:
+        partial, counters = skinny.projections(
+            heads, [Projection(attention.stacks.o_proj)], attention.index, zeros=True
+        )
     mix = Mix(
         prefix, snapshots, count, all_reduce(partial, static.ranks),
         n.mlp_res_norm, n.mlp_res_proj, n.post_attention_layernorm, i,
