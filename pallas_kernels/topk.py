@@ -274,8 +274,9 @@ def _body(
             if interpret:
                 ids[row], weights[row] = _twin(d, bias[layer[0]], k, scaling)
                 return
-            out = ids.at[row], weights.at[row]
-            topk_registers.choose(d, bias[layer[0]], *out, words.at[wg], i, rounds, scaling)
+            mine, turn = words.at[wg], dict(turn=i, rounds=rounds)
+            topk_registers.rank(d, bias[layer[0]], mine, k, **turn)
+            topk_registers.weigh(ids.at[row], weights.at[row], mine, e, scaling, **turn)
 
         def all_rows():
             if not interpret and n > 1:

@@ -69,7 +69,9 @@ def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels import attn_res, experts, kda, latent_up, mxfp4, route, skinny
+    from pallas_kernels import (
+        attn_res, experts, experts_row, kda, latent_up, mxfp4, route, skinny,
+    )  # fmt: skip
 
     bf16, f32, i32 = jnp.bfloat16, jnp.float32, jnp.int32
     situ = (4.0, 25.0)
@@ -112,6 +114,16 @@ def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
                 lambda *a, width=width: experts.experts(*a, width=width, betas=situ),
                 (s(bf16, m, z), s(i32, m, 16), s(f32, m, 16), w13, w2, layer),
             )
+            if m == 1 and ranks == 16:
+                row = experts_row.Row(
+                    s(bf16, 1, z), s(f32, 1, e), s(f32, 2, e), s(bf16, 1, 384), s(bf16, 2, 7168, 384)
+                )
+                out["experts_row.tp16.rows1"] = (
+                    lambda r, *a, width=width: experts_row.experts_row(
+                        r, *a, k=16, scaling=2.5, width=width, betas=situ
+                    ),
+                    (row, w13, w2, s(i32, 128), layer),
+                )
             usual = experts.default_tuning(m, width, z)
             for form, other in (
                 ("two_kernels", replace(usual, one_kernel=False)),
@@ -302,12 +314,11 @@ def compile_case(
     mesh = topologies.make_mesh(topology, (ranks,), ("x",))
     cut = jax.sharding.PartitionSpec(*["x"] * (ranks > 1))
     here = jax.sharding.NamedSharding(mesh, cut)
-    placed = [
-        jax.ShapeDtypeStruct(
-            tuple(n * ranks for n in a.shape) if ranks > 1 else a.shape, a.dtype, sharding=here
-        )
-        for a in avals
-    ]
+    def place(a: Any) -> Any:
+        shape = tuple(n * ranks for n in a.shape) if ranks > 1 else a.shape
+        return jax.ShapeDtypeStruct(shape, a.dtype, sharding=here)
+
+    placed = jax.tree.map(place, avals)
     if ranks > 1:
         call = jax.shard_map(call, mesh=mesh, in_specs=cut, out_specs=cut, check_vma=False)
     with tempfile.TemporaryDirectory() as name:
