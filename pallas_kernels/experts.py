@@ -315,7 +315,7 @@ def _gate_up_body(
         full,
         done,
         free,
-        prepare=None,  # called with the first item and how many there are; stages x
+        prepare=None,  # (first item, items), called first: then x is staged, the table is there
     ):
         cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
         items = (k if n == 1 else count[0]) * tiles
@@ -544,7 +544,6 @@ class Both:
 
     rows: int
     chosen: int  # per row
-    pairs: int  # at most so many units
     latent: int
     width: int
     betas: tuple[float, float]
@@ -557,8 +556,9 @@ class Both:
 
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
         """Of h and r, as the two kernels have them."""
-        h = (self.pairs, self.width // HALF, COLUMNS, HALF)
-        return [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in (h, (self.pairs, self.latent))]
+        pairs = self.rows * self.chosen
+        h = (pairs, self.width // HALF, COLUMNS, HALF)
+        return [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in (h, (pairs, self.latent))]
 
     def grid(self) -> dict[str, Any]:
         """CTAs, warpgroups and scratch memory, as `run` takes it."""
@@ -579,7 +579,10 @@ class Both:
         self, x, count, table, a, b, layer, met, h, r, *,
         memory, full, done, free, left, full_down, prepare=None,
     ) -> None:  # fmt: skip
-        """Both bodies; all CTAs meet at `met` i32 [1] once. `prepare(xs, start, mine)`, see there."""
+        """Both bodies; all CTAs meet once, at `met` i32 [1].
+
+        `prepare(xs, first item, items)` of `gate_up` is called first and stages x, see there.
+        """
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         n, z, k, width, t = self.rows, self.latent, self.chosen, self.width, self.t
@@ -590,30 +593,21 @@ class Both:
         plgpu.commit_smem()  # the CTA's shared memory gets another use
         plgpu.barrier_arrive(left.at[0])
         plgpu.barrier_wait(left.at[0])
-        second = _down_body(n, self.pairs, z, width, t, t.warpgroups, False)
+        second = _down_body(n, n * k, z, width, t, t.warpgroups, False)
         meet = partial(meeting.meet, met, self.arrivals)
         second(h, count, table, b, layer, r, ws_down, hs, rs, full_down, meet)
 
 
 def _both(
-    latent: jax.Array,
-    units: Units,
-    weights: jax.Array,
-    w13: jax.Array,
-    w2: jax.Array,
-    layer: int | jax.Array,
-    width: int,
-    betas: tuple[float, float],
-    t: Tuning,
-) -> jax.Array:
+    latent: jax.Array, units: Units, weights: jax.Array, w13: jax.Array, w2: jax.Array,
+    layer: int | jax.Array, width: int, betas: tuple[float, float], t: Tuning,
+) -> jax.Array:  # fmt: skip
     """Both products in one kernel: r [P, Z] bf16, or with `sum_inside` the sum [N, Z] f32."""
     from jax.experimental import pallas as pl
 
     n, z = latent.shape
-    both = Both(n, weights.shape[1], units.table.shape[0], z, width, betas, t)
-    out = both.shapes()
-    if t.sum_inside:
-        out.append(jax.ShapeDtypeStruct((n, z), jnp.float32))
+    both = Both(n, weights.shape[1], z, width, betas, t)
+    out = both.shapes() + [jax.ShapeDtypeStruct((n, z), jnp.float32)] * t.sum_inside
 
     def body(x, table, shares, a, b, layer, count, h, r, *total, **scratch):
         met = count.at[pl.ds(1, 1)]

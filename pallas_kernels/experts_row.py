@@ -14,6 +14,7 @@ global memory (`row_product`).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -142,7 +143,7 @@ def _build(
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     z, e, d = row.latent.shape[1], row.bias.shape[1], row.shared.shape[1]
-    both = Both(1, k, k, z, width, betas, t)
+    both = Both(1, k, z, width, betas, t)
     cut = both.grid()
     words = topk_registers.scratch_words(e, k, 1)
     cut["scratch_types"] |= dict(
@@ -158,7 +159,8 @@ def _build(
     return common.kernel(_body(both, e, scaling), "k3_experts_row", out_type=out, **cut)
 
 
-class _OnlyRow(NamedTuple):
+@dataclass(frozen=True)
+class _OnlyRow:
     """The table of `units` where there is one row: unit u is the u-th of the chosen experts."""
 
     words: Any  # shared i32 [..]
@@ -234,9 +236,7 @@ def _stage(x: Any, xs: Any, wg: Any, warpgroups: int) -> None:
         )
 
 
-def _multiply(
-    hidden: Any, shared: Any, layer: Any, beside: Any, first: Any, stride: int
-) -> None:
+def _multiply(hidden: Any, shared: Any, layer: Any, beside: Any, first: Any, stride: int) -> None:
     """A warpgroup's tiles of the product beside: first, first + stride, ..."""
     from jax.experimental import pallas as pl
 

@@ -138,12 +138,14 @@ def mix_products(
     eps: float,
     reset: bool = False,
     snapshot: bool = False,
+    zeros: bool = False,
     tuning: Tuning | None = None,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array]]:
     """(x, new prefix, snapshots, products); `layer` is that of the products' stacks.
 
-    `counters` are spent: no other kernel may have them. In the interpreter, which cannot wait for
+    `counters` are spent: no other kernel may have them. With `zeros` others stand behind the
+    products, at 0, for a kernel that comes after it. In the interpreter, which cannot wait for
     other CTAs, the two kernels run one after the other.
 
     Raises:
@@ -155,13 +157,15 @@ def mix_products(
         same = dict(eps=eps, reset=reset, snapshot=snapshot)
         x, *rest = m.by(attn_res.attn_res, tuning=t.mix, interpret=True, **same)
         cut = t.products
-        return x, *rest, skinny.projections(x, items, layer, tuning=cut, interpret=True)
+        ys = skinny.projections(x, items, layer, zeros=zeros, tuning=cut, interpret=True)
+        return x, *rest, ys
     (n, d), bank = m.prefix.shape, m.snapshots.shape[1]
     two = m.shared is not None
     form = attn_res.Form(n, d, d, eps, reset, snapshot, two, True, t.mix, False, CLUSTER)
     kinds = tuple(p.kind(t.products.tile) for p in items)
     row = jax.ShapeDtypeStruct((n, d), jnp.bfloat16)
-    call = _build(form, kinds, t, [row, row, *skinny.shapes(n, kinds)], bank)
+    out = [row, row, *skinny.shapes(n, kinds), *[meeting.COUNTERS] * zeros]
+    call = _build(form, kinds, t, out, bank)
     weights = [w.reshape(-1, d) for w in (m.res_norm, m.res_proj, m.norm)]
     deltas = (m.delta,) if m.shared is None else (m.delta, m.shared)
     held = jax.new_ref(m.snapshots) if snapshot else m.snapshots
@@ -255,6 +259,8 @@ def _body(form: attn_res.Form, kinds: tuple[skinny.Kind, ...], t: Tuning) -> Any
             all_ = partial(meeting.wait, arrived, form.rows * per_row)
             wait = skinny.Wait(all_, partial(all_, t.looks))
             skinny.products(c, kinds, w, outs, (), done, wait)
+            if len(outs) > count:
+                pl.when((number == 0) & (wg == 0))(lambda: meeting.clear(outs[-1]))
 
         pl.when(cluster < makers)(make)
         pl.when(cluster >= makers)(use)

@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,9 +70,7 @@ def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     import jax
     import jax.numpy as jnp
 
-    from pallas_kernels import (
-        attn_res, experts, experts_row, kda, latent_up, mxfp4, route, skinny,
-    )  # fmt: skip
+    from pallas_kernels import attn_res, experts, kda, latent_up, mxfp4, route, skinny
 
     bf16, f32, i32 = jnp.bfloat16, jnp.float32, jnp.int32
     situ = (4.0, 25.0)
@@ -114,16 +113,8 @@ def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
                 lambda *a, width=width: experts.experts(*a, width=width, betas=situ),
                 (s(bf16, m, z), s(i32, m, 16), s(f32, m, 16), w13, w2, layer),
             )
-            if m == 1 and ranks == 16:
-                row = experts_row.Row(
-                    s(bf16, 1, z), s(f32, 1, e), s(f32, 2, e), s(bf16, 1, 384), s(bf16, 2, 7168, 384)
-                )
-                out["experts_row.tp16.rows1"] = (
-                    lambda r, *a, width=width: experts_row.experts_row(
-                        r, *a, k=16, scaling=2.5, width=width, betas=situ
-                    ),
-                    (row, w13, w2, s(i32, 128), layer),
-                )
+            if m == 1 and ranks == 16:  # with fewer no CTA is left for the product beside
+                out["experts_row.tp16.rows1"] = _row_case(w13, w2, width)
             usual = experts.default_tuning(m, width, z)
             for form, other in (
                 ("two_kernels", replace(usual, one_kernel=False)),
@@ -150,6 +141,22 @@ def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
             ),
         )  # fmt: skip
     return out
+
+
+def _row_case(w13: Any, w2: Any, width: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Routed experts of one row of a TP16 rank, with their choice."""
+    import jax
+    import jax.numpy as jnp
+
+    from pallas_kernels import experts_row, meeting
+
+    bf16, f32, s = jnp.bfloat16, jnp.float32, jax.ShapeDtypeStruct
+    row = experts_row.Row(
+        s((1, 3584), bf16), s((1, 896), f32), s((2, 896), f32), s((1, 384), bf16),
+        s((2, 7168, 384), bf16),
+    )  # fmt: skip
+    call = partial(experts_row.experts_row, k=16, scaling=2.5, width=width, betas=(4.0, 25.0))
+    return call, (row, w13, w2, meeting.COUNTERS, s((), jnp.int32))
 
 
 def _mix_cases(m: int) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
@@ -314,6 +321,7 @@ def compile_case(
     mesh = topologies.make_mesh(topology, (ranks,), ("x",))
     cut = jax.sharding.PartitionSpec(*["x"] * (ranks > 1))
     here = jax.sharding.NamedSharding(mesh, cut)
+
     def place(a: Any) -> Any:
         shape = tuple(n * ranks for n in a.shape) if ranks > 1 else a.shape
         return jax.ShapeDtypeStruct(shape, a.dtype, sharding=here)

@@ -19,13 +19,12 @@ from jax_impl.numerics import f32
 from jax_impl.ops.kda import Records
 from jax_impl.params import Kda, Layer, LayerWeights, Moe, Root
 from jax_impl.stages import standard
-from jax_impl.stages.contract import Ahead, Delta, Routed, whole
+from jax_impl.stages.contract import Ahead, Delta, Pending, Routed, Shares, whole
 from jax_impl.static import Static
 from pallas_kernels import attn_res as attn_res_kernel
 from pallas_kernels import experts as experts_kernel
-from pallas_kernels import kda as kda_kernel
-from pallas_kernels import kda_commit as commit_kernel
 from pallas_kernels import (
+    experts_row,
     latent_up,
     meeting,
     mix_products,
@@ -36,6 +35,8 @@ from pallas_kernels import (
     skinny,
     topk,
 )
+from pallas_kernels import kda as kda_kernel
+from pallas_kernels import kda_commit as commit_kernel
 from pallas_kernels import route as route_kernel
 from pallas_kernels.mix_products import Mix
 from pallas_kernels.skinny import Projection
@@ -78,13 +79,18 @@ def attn_in(
     return _mixed(static, mix, items, layer.attention.index, counters, snapshot=starts_block)
 
 
-def _mixed(static, mix, items, layer, counters, **kw):
-    """(x, prefix, snapshots); x with the products of `items` where one kernel makes both."""
+def _mixed(static, mix, items, layer, counters, *, zeros=False, **kw):
+    """(x, prefix, snapshots); x with the products of `items` where one kernel makes both.
+
+    With `zeros` behind them the counters of a kernel that comes after it.
+    """
     eps = static.config.rms_norm_eps
     if not items or mix_products.limits(mix, items):
         return mix.by(attn_res_kernel.attn_res, eps=eps, **kw)
     counters = meeting.counters() if counters is None else counters
-    x, *rest, done = mix_products.mix_products(mix, items, counters, layer, eps=eps, **kw)
+    x, *rest, done = mix_products.mix_products(
+        mix, items, counters, layer, eps=eps, zeros=zeros, **kw
+    )
     return Ahead(x, done), *rest
 
 
@@ -95,10 +101,10 @@ def _attention_items(w: Layer) -> list[Projection]:
 
 
 def _products(
-    x: jax.Array | Ahead, items: list[Projection], layer: int | jax.Array
+    x: jax.Array | Ahead, items: list[Projection], layer: int | jax.Array, **kw
 ) -> list[jax.Array]:
     """Those of x, unless they came with it."""
-    return x.done if isinstance(x, Ahead) else skinny.projections(x, items, layer)
+    return x.done if isinstance(x, Ahead) else skinny.projections(x, items, layer, **kw)
 
 
 @_once
@@ -215,7 +221,7 @@ def attn_out(
     )  # fmt: skip
     w = layer.mlp
     items = _route_items(static, w) if isinstance(w.stacks, Moe) else []
-    y, prefix, _ = _mixed(static, mix, items, w.index, counters, reset=starts_block)
+    y, prefix, _ = _mixed(static, mix, items, w.index, counters, zeros=True, reset=starts_block)
     return y, prefix
 
 
@@ -243,28 +249,51 @@ def _route_items(static: Static, w: Layer) -> list[Projection]:
 def route(static: Static, w: Layer, y: jax.Array | Ahead) -> Routed:
     """`standard.route` in two kernels: what reads y; the choice, beside it the shared experts.
 
-    Behind `Ahead` the first is done.
+    Behind `Ahead` the first is done; for one row the second is left to the kernel of the experts,
+    if it takes it.
     """
     c, m = static.config, w.stacks
-    logits, latent, hidden = _products(y, _route_items(static, w), w.index)
+    logits, latent, hidden, counters = _products(y, _route_items(static, w), w.index, zeros=True)
     if _copies(static) == 1:
         logits, latent = all_gather_packed((logits, latent), static.ranks)
+    routed = Routed(latent, None, None, None, pending=Pending(logits, hidden, counters))
+    k, width = c.num_experts_per_token, _width(static)
+    if not experts_row.limits(_row(w, routed), m.w13_tiles, m.w2_tiles, k=k, width=width):
+        return routed
     choice = topk.topk(
-        logits, m.e_score_correction_bias, w.index, k=c.num_experts_per_token,
-        scaling=c.routed_scaling_factor, shared=(hidden, m.shared_down_proj),
+        logits, m.e_score_correction_bias, w.index, k=k, scaling=c.routed_scaling_factor,
+        shared=(hidden, m.shared_down_proj),
     )  # fmt: skip
     return Routed(latent, choice.ids, choice.weights, choice.shared, choice.units)
 
 
+def _width(static: Static) -> int:
+    return static.config.moe_intermediate_size // static.ranks.size
+
+
+def _row(w: Layer, routed: Routed) -> experts_row.Row:
+    m, pending = w.stacks, routed.pending
+    return experts_row.Row(
+        routed.latent, pending.logits, m.e_score_correction_bias, pending.hidden, m.shared_down_proj
+    )
+
+
 @_once
-def experts(static: Static, w: Layer, routed: Routed) -> jax.Array:
+def experts(static: Static, w: Layer, routed: Routed) -> Shares:
     """`standard.experts` in one kernel and the sum; beyond 8 rows in two."""
-    m = w.stacks
-    width = static.config.moe_intermediate_size // static.ranks.size
-    return experts_kernel.experts(
+    m, width, betas = w.stacks, _width(static), static.betas
+    if routed.pending is not None:
+        c = static.config
+        found = experts_row.experts_row(
+            _row(w, routed), m.w13_tiles, m.w2_tiles, routed.pending.counters, w.index,
+            k=c.num_experts_per_token, scaling=c.routed_scaling_factor, width=width, betas=betas,
+        )  # fmt: skip
+        return Shares(*found)
+    total = experts_kernel.experts(
         routed.latent, routed.ids, routed.weights, m.w13_tiles, m.w2_tiles, w.index,
-        width=width, betas=static.betas, units=routed.units,
+        width=width, betas=betas, units=routed.units,
     )  # fmt: skip
+    return Shares(total, routed.shared, routed.ids, routed.weights)
 
 
 @_once
