@@ -68,7 +68,9 @@ def limits(
         common.expect(out, f"dtype of {name}", x.dtype, "bfloat16", x.dtype == jnp.bfloat16)
     unit, group = row_product.ROWS, row_product.GROUP
     common.expect(out, "rows of shared", d, f"a multiple of {unit}", d % unit == 0)
-    common.expect(out, "columns of shared", m, f"a multiple of {group}", m % group == 0)
+    wanted = f"a multiple of {group}, at most {row_product.MOST}"
+    ok = m % group == 0 and m <= row_product.MOST
+    common.expect(out, "columns of shared", m, wanted, ok)
     used = experts.shared_bytes(z, width, t) + 4 * topk_registers.scratch_words(e, k, 1)
     limit = common.SHARED_MEMORY
     common.expect(out, "shared memory", used, f"at most {limit} bytes", used <= limit)

@@ -1,6 +1,6 @@
 """W x for one row x: a tile of W by one warpgroup, from global memory to registers.
 
-    w bf16 [64, K], x bf16 [K], y f32 [64], global; K a multiple of 32
+    w bf16 [64, K], x bf16 [K], y f32 [64], global; K a multiple of 32, at most 1024
 
 What a warpgroup without other work can do beside one: it needs no shared memory, and all of its
 loads are on their way before the first product. Products are exact, sums f32 in a fixed order.
@@ -19,6 +19,7 @@ from pallas_kernels import common
 ROWS = 64  # of a tile
 GROUP = 32  # of K: 16 bytes per lane and row
 COLUMNS = 8
+MOST = 1024  # columns: what lanes keep of x has to fit into registers
 AHEAD = 8  # groups of W on their way, 8 registers each
 
 # $0 row g, $1 column (of eight), $2 place in a group of the thread $3: its row in the tile is

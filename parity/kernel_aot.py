@@ -169,11 +169,13 @@ def _mix_cases(m: int) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     bf16, f32, i32 = jnp.bfloat16, jnp.float32, jnp.int32
     s, d = jax.ShapeDtypeStruct, 7168
 
-    def call(items: Callable[..., Any]) -> Callable[..., Any]:
+    def call(items: Callable[..., Any], zeros: bool) -> Callable[..., Any]:
         def run(prefix, bank, delta, shared, *rest):
             *stacks, counters, layer = rest[:5]
             mix = mix_products.Mix(prefix, bank, layer, delta, *stacks, layer, shared)
-            return mix_products.mix_products(mix, items(rest[5:]), counters, layer, eps=1e-5)
+            return mix_products.mix_products(
+                mix, items(rest[5:]), counters, layer, eps=1e-5, zeros=zeros
+            )
 
         return run
 
@@ -194,7 +196,7 @@ def _mix_cases(m: int) -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
         row, shared, stack = s((m, d), bf16), s((m, d), f32), s((2, d), bf16)
         ws = [s((2, n, d), bf16) for n in sizes]
         out[f"mix_products.{name}.rows{m}"] = (
-            call(items),
+            call(items, name == "route"),
             (row, s((m, 8, d), bf16), row, shared, *[stack] * 3, s((128,), i32), s((), i32), *ws),
         )
     return out

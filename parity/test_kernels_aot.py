@@ -13,11 +13,11 @@ needs_plugin = pytest.mark.skipif(
 )
 # every kind of body and both matrix instructions; all cases: `python -m parity.kernel_aot`
 SMALL = ("skinny.o_proj.rows8", "skinny.kda_in.rows64", "attn_res.two_deltas.rows8",
-         "topk.shared.rows8", "vocab.markov.rows8", "experts.tp16.rows8",
+         "topk.shared.rows8", "experts_row.tp16.rows1", "vocab.markov.rows8", "experts.tp16.rows8",
          "experts.two_kernels.tp16.rows8", "kda.tp16.batch1.tokens8",
          "mla.tp16.rows8.tokens8.float8_e4m3fn", "mix_products.route.rows8")  # fmt: skip
 BODIES = ("skinny", "attn_res", "topk", "vocab", "plan", "experts", "experts_gate_up",
-          "experts_down", "kda", "mla_query", "mla_attend", "mla_value")  # fmt: skip
+          "experts_down", "experts_row", "kda", "mla_query", "mla_attend", "mla_value")  # fmt: skip
 
 
 def compiled(*options):

@@ -280,7 +280,7 @@ def _row(w: Layer, routed: Routed) -> experts_row.Row:
 
 @_once
 def experts(static: Static, w: Layer, routed: Routed) -> Shares:
-    """`standard.experts` in one kernel and the sum; beyond 8 rows in two."""
+    """`standard.experts` in one kernel and the sum, with what is pending; beyond 8 rows in two."""
     m, width, betas = w.stacks, _width(static), static.betas
     if routed.pending is not None:
         c = static.config

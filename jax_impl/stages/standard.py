@@ -351,18 +351,15 @@ def route(static: Static, w: Moe, y: jax.Array) -> Routed:
 
 def experts(static: Static, w: Moe, routed: Routed) -> Shares:
     """This rank's share of the routed sum, f32 [N, Z]; behind it what `route` has given."""
-    latent, chosen, weights, shared, *_ = routed
-    assert chosen is not None and weights is not None and shared is not None  # nothing is pending
-    ids = chosen
+    latent, ids, weights, shared, *_ = routed
     if static.run.experts == "ep":  # ids of this rank's experts; others are out of range
         ids = ids - rank_index(static.ranks) * w.w13_packed.shape[0]
-    if w.w13_tiles is None:
-        mine = ExpertWeights(w.w13_packed, w.w13_scale, w.w2_packed, w.w2_scale)
-    else:
+    mine = ExpertWeights(w.w13_packed, w.w13_scale, w.w2_packed, w.w2_scale)
+    if w.w13_tiles is not None:
         width = static.config.moe_intermediate_size // static.ranks.size
         mine = PackedExperts(w.w13_tiles, w.w2_tiles, width, latent.shape[-1])
     total = routed_experts(static.nx, latent, ids, weights, mine, static.betas)
-    return Shares(total, shared, chosen, weights)
+    return Shares(total, shared, routed.ids, weights)
 
 
 def moe_out(static: Static, w: Moe, routed: jax.Array, shared: jax.Array) -> jax.Array:
