@@ -181,6 +181,7 @@ def _body(both: Both, e: int, scaling: float) -> Any:
 
     k, t = both.chosen, both.t
     chosen = topk_registers.places_of(e, k, 1).chosen // 4
+    spare = t.ctas - k * (both.width // HALF)  # CTAs without an item
 
     def body(
         x,  # bf16 [1, Z]
@@ -213,13 +214,14 @@ def _body(both: Both, e: int, scaling: float) -> Any:
         def prepare(xs, start, mine):
             pl.when(wg == t.warpgroups - 1)(choose)
             pl.when(mine > 0)(partial(_stage, x, xs, wg, t.warpgroups))
-            # of a CTA before these each has an item or none
-            numbers = wg * (t.ctas - items) + cta - start, t.warpgroups * (t.ctas - items)
-            pl.when(mine == 0)(partial(_multiply, hidden, shared, layer, beside, *numbers))
+            # no CTA has two items, so of those before this one cta - start have none; warpgroup
+            # after warpgroup, so that the last, which chooses, gets the fewest tiles
+            number = wg * spare + cta - start
+            tiles = partial(_multiply, hidden, shared, layer, beside, number, t.warpgroups * spare)
+            pl.when(mine == 0)(tiles)
             plgpu.barrier_arrive(ready.at[0])
             plgpu.barrier_wait(ready.at[0])
 
-        items = k * (both.width // HALF)
         table, met = _OnlyRow(words, chosen), counters.at[pl.ds(0, 1)]
         both.run(x, None, table, a, b, layer, met, h, r, **scratch, prepare=prepare)
 
