@@ -98,7 +98,8 @@ def _feed_forward(exact: Static, weights: Weights, layer: int, got: dict[str, An
     y, ids = got["y"].astype(jnp.float32), got["ids"]
     gap, share = chosen(exact, w, y, ids)
     routed = AUTO.route(exact, w, y)._replace(ids=ids, weights=share)
-    delta = AUTO.moe_out(exact, w, AUTO.experts(exact, w, routed), routed.shared)
+    shares = AUTO.experts(exact, w, routed)
+    delta = AUTO.moe_out(exact, w, shares.routed, shares.shared)
     return {"router_gap": gap, "delta": rel_l2(got["delta"], delta)}
 
 

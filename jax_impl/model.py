@@ -177,10 +177,9 @@ def feed_forward(
     if _is(w, Dense):
         return backend.dense(static, w, y), {}
     chosen = backend.route(static, w, y)
-    routed = backend.experts(static, w, chosen)
-    delta = backend.moe_out(static, w, routed, chosen.shared)
-    outputs = {"latent": chosen.latent, "ids": chosen.ids, "weights": chosen.weights}
-    return delta, outputs | {"routed": routed, "shared": chosen.shared}
+    shares = backend.experts(static, w, chosen)
+    delta = backend.moe_out(static, w, shares.routed, shares.shared)
+    return delta, {"latent": chosen.latent} | shares._asdict()
 
 
 def forward(

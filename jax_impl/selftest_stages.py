@@ -111,10 +111,14 @@ class _Sides:
     def run(self, stage: str, weights: tuple[Any, ...], *args: Any, **settings: Any) -> list[Any]:
         """Outputs of the backend, of `auto`, and in float32; `weights` as both forms take them."""
         arrays = [_plain(self.static.nx, a) for a in args]
-        wide = jax.tree.map(_widened, arrays)
+        mine = getattr(self.backend, stage)(self.static, *weights[:1], *args, **settings)
+        return [mine, *self.standard(stage, weights, *arrays, **settings)]
+
+    def standard(self, stage: str, weights: tuple[Any, ...], *args: Any, **settings: Any) -> Any:
+        """Those of `auto`, and in float32."""
+        wide = jax.tree.map(_widened, args)
         return [
-            getattr(self.backend, stage)(self.static, *weights[:1], *args, **settings),
-            getattr(AUTO, stage)(self.auto, *weights[1:], *arrays, **settings),
+            getattr(AUTO, stage)(self.auto, *weights[1:], *args, **settings),
             getattr(AUTO, stage)(self.exact, *weights[1:], *wide, **settings),
         ]
 
@@ -126,8 +130,6 @@ class _Sides:
 
 def _plain(nx: Numerics, arg: Any) -> Any:
     """What kernels hand to each other, as the standard stages take it."""
-    if isinstance(arg, Routed):
-        return arg._replace(units=None)
     return whole(nx, arg) if isinstance(arg, Delta) else plain(arg)
 
 
@@ -228,14 +230,16 @@ def _feed_forward(sides: _Sides, w: tuple[Any, Any], y: jax.Array) -> None:
         return
     routed = sides.run("route", w, y)
     sides.note("route.latent", *(r.latent for r in routed))
-    sides.note("route.shared", *(r.shared for r in routed))
-    gaps = [chosen(sides.exact, w[1], _widened(plain(y)), r.ids) for r in routed[:2]]
+    mine = sides.backend.experts(sides.static, w[0], routed[0])  # what `route` left pending too
+    _, shared, ids, weights = mine
+    sides.note("route.shared", shared, *(r.shared for r in routed[1:]))
+    gaps = [chosen(sides.exact, w[1], _widened(plain(y)), i) for i in (ids, routed[1].ids)]
     sides.found["route.router_gap"] = Distance(*(gap for gap, _ in gaps))
-    (_, mine), (_, theirs) = gaps
-    sides.note("route.weights", routed[0].weights, routed[1].weights, mine, theirs)
-    found = sides.run("experts", w, routed[0])
-    sides.note("experts.routed", *found)
-    out = sides.run("moe_out", w, found[0], routed[0].shared)
+    (_, want), (_, want_of_auto) = gaps
+    sides.note("route.weights", weights, routed[1].weights, want, want_of_auto)
+    same = Routed(routed[0].latent, ids, weights, shared)
+    sides.note("experts.routed", *(s.routed for s in [mine, *sides.standard("experts", w, same)]))
+    out = sides.run("moe_out", w, mine.routed, shared)
     sides.note("moe_out.delta", *(whole(nx, d) for d in out[:2]), out[2])
 
 

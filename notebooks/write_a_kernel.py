@@ -267,7 +267,7 @@ assert calls == {"with the kernel": True, "standard": False}
 # | reference, limits, wrapper, body | `pallas_kernels/NAME.py` |
 # | test in the interpreter | `parity/test_kernels_*.py`, in the Makefile's `JAX_ONLY_TESTS` |
 # | real shapes on a GPU | `parity/test_kernels_gpu.py`, marker `gpu` |
-# | compiles for H200 and GB300, no spills, without a GPU | a case in `parity/kernel_aot.py` |
+# | compiles for H200 and GB300, no spills, without a GPU | a case in `parity/kernel_cases.py` |
 # | time, floor, error against float64 | a case in `bench/ops_cases.py` |
 # | the stage, and its conditions | `jax_impl/stages/specialized.py`, `jax_impl/stages/limits.py` |
 #

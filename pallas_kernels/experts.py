@@ -133,10 +133,15 @@ def limits(
         common.expect(out, "CTAs that meet", t.ctas, f"at most {cores}", t.ctas <= cores)
     lines = t.down_tiles * mxfp4.tile_lines(width)
     common.expect(out, "lines per copy of w2", lines, "at most 256", lines <= 256)
-    used = max(_gate_up_bytes(z, t), _down_bytes(width, t))
+    used = shared_bytes(z, width, t)
     limit = common.SHARED_MEMORY
     common.expect(out, "shared memory", used, f"at most {limit} bytes", used <= limit)
     return out
+
+
+def shared_bytes(z: int, width: int, t: Tuning) -> int:
+    """Shared memory of one CTA, of the larger product."""
+    return max(_gate_up_bytes(z, t), _down_bytes(width, t))
 
 
 def _gate_up_bytes(z: int, t: Tuning) -> int:
@@ -221,7 +226,12 @@ def experts(
     else:
         h = gate_up(latent, units, w13, layer, k=ids.shape[1], width=width, betas=betas, **same)
         r = down(h, units, w2, layer, rows=n, latent=z, **same)
-    r = r.reshape(*ids.shape, -1).astype(jnp.float32)
+    return weighted_sum(r, weights)
+
+
+def weighted_sum(r: jax.Array, weights: jax.Array) -> jax.Array:
+    """F32 [N, Z] of r bf16 [N k, Z] and weights f32 [N, k]."""
+    r = r.reshape(*weights.shape, -1).astype(jnp.float32)
     return jnp.sum(r * weights[..., None], axis=1)
 
 
@@ -305,12 +315,15 @@ def _gate_up_body(
         full,
         done,
         free,
+        prepare=None,  # (first item, items), called first: then x is staged, the table is there
     ):
         cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
         items = (k if n == 1 else count[0]) * tiles
         start, end = cta * items // t.ctas, (cta + 1) * items // t.ctas
         mine = end - start
         which = layer[0]
+        if prepare is not None:
+            prepare(start, mine)
 
         def tile_of(item):
             return table[item // tiles, 0] * tiles + lax.rem(item, tiles)
@@ -326,7 +339,7 @@ def _gate_up_body(
             for j in range(steps):
                 issue(tile, j)
 
-        if dense:
+        if dense and prepare is None:
             pl.when(mine > 0)(lambda: stage(x, xs, wg, z // wgs, range(n), interpret))
 
         def item_step(i, previous):
@@ -521,69 +534,90 @@ def _down_body(n: int, pairs: int, z: int, width: int, t: Tuning, wgs: int, inte
     return body
 
 
-def _both(
-    latent: jax.Array,
-    units: Units,
-    weights: jax.Array,
-    w13: jax.Array,
-    w2: jax.Array,
-    layer: int | jax.Array,
-    width: int,
-    betas: tuple[float, float],
-    t: Tuning,
-) -> jax.Array:
-    """`gate_up` and `down` in one kernel: r [P, Z] bf16, or with `sum_inside` the sum [N, Z] f32.
+@dataclass(frozen=True)
+class Both:
+    """`gate_up` and `down` in one kernel, while it is traced.
 
     Their shared memory is the same, so a CTA asks for the first tiles of W2 when it is through with
     W13, and waits for the other CTAs' h meanwhile.
     """
-    from jax.experimental import pallas as pl
-    from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    (n, z), wgs, k = latent.shape, t.warpgroups, weights.shape[1]
-    pairs, bf16 = units.table.shape[0], jnp.bfloat16
-    out = [
-        jax.ShapeDtypeStruct((pairs, width // HALF, COLUMNS, HALF), bf16),
-        jax.ShapeDtypeStruct((pairs, z), bf16),
-        jax.ShapeDtypeStruct((n, z), jnp.float32),
-    ]
-    first = _gate_up_body(n, z, k, width, betas, t, False)
-    second = _down_body(n, pairs, z, width, t, wgs, False)
+    rows: int
+    chosen: int  # per row
+    latent: int
+    width: int
+    betas: tuple[float, float]
+    t: Tuning
 
-    def body(
-        x, table, shares, a, b, layer, count, *outputs, memory, full, done, free, left, full_down
-    ):  # fmt: skip
-        h, r, *total = outputs
-        (ws, xs, sums), (ws_down, hs, rs) = memory
-        first(x, count, table, a, layer, h, ws, xs, sums, full, done, free)
-        plgpu.commit_smem()  # the CTA's shared memory gets another use
-        plgpu.barrier_arrive(left.at[0])
-        plgpu.barrier_wait(left.at[0])
-        met, all_ = count.at[pl.ds(1, 1)], t.ctas * wgs
-        meet = partial(meeting.meet, met, all_)
-        second(h, count, table, b, layer, r, ws_down, hs, rs, full_down, meet)
-        if total:
-            meeting.meet(met, 2 * all_)
-            number = lax.axis_index("wg") * t.ctas + lax.axis_index("cta")
-            _weighted_sum(r, shares, total[0], number, all_)
+    @property
+    def arrivals(self) -> int:
+        """Of a meeting: all warpgroups of all CTAs."""
+        return self.t.ctas * self.t.warpgroups
 
-    call = common.kernel(
-        body,
-        "k3_experts",
-        out_type=out if t.sum_inside else out[:2],
-        grid=(t.ctas,),
-        grid_names=("cta",),
-        num_threads=wgs,
-        thread_name="wg",
-        scratch_types=dict(
-            memory=plgpu.RefUnion(
-                list(_gate_up_memory(z, t).values()), list(_down_memory(width, t, wgs).values())
-            ),
+    def shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """Of h and r, as the two kernels have them."""
+        pairs = self.rows * self.chosen
+        h = (pairs, self.width // HALF, COLUMNS, HALF)
+        return [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in (h, (pairs, self.latent))]
+
+    def grid(self) -> dict[str, Any]:
+        """CTAs, warpgroups and scratch memory, as `run` takes it."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        z, width, t, wgs = self.latent, self.width, self.t, self.t.warpgroups
+        memory = _gate_up_memory(z, t).values(), _down_memory(width, t, wgs).values()
+        scratch = dict(
+            memory=plgpu.RefUnion(*map(list, memory)),
             **_gate_up_barriers(z, t),
             left=plgpu.Barrier(num_barriers=1, num_arrivals=wgs),
             full_down=plgpu.Barrier(num_barriers=wgs * t.down_stages, num_arrivals=2),
-        ),
-    )
+        )
+        cut = dict(grid=(t.ctas,), grid_names=("cta",), num_threads=wgs, thread_name="wg")
+        return cut | dict(scratch_types=scratch)
+
+    def run(
+        self, x, count, table, a, b, layer, met, h, r, *,
+        memory, full, done, free, left, full_down, prepare=None,
+    ) -> None:  # fmt: skip
+        """Both bodies; all CTAs meet once, at `met` i32 [1].
+
+        `prepare(xs, first item, items)` of `gate_up` is called first and stages x, see there.
+        """
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        n, z, k, width, t = self.rows, self.latent, self.chosen, self.width, self.t
+        (ws, xs, sums), (ws_down, hs, rs) = memory
+        before = None if prepare is None else partial(prepare, xs)
+        first = _gate_up_body(n, z, k, width, self.betas, t, False)
+        first(x, count, table, a, layer, h, ws, xs, sums, full, done, free, before)
+        plgpu.commit_smem()  # the CTA's shared memory gets another use
+        plgpu.barrier_arrive(left.at[0])
+        plgpu.barrier_wait(left.at[0])
+        second = _down_body(n, n * k, z, width, t, t.warpgroups, False)
+        meet = partial(meeting.meet, met, self.arrivals)
+        second(h, count, table, b, layer, r, ws_down, hs, rs, full_down, meet)
+
+
+def _both(
+    latent: jax.Array, units: Units, weights: jax.Array, w13: jax.Array, w2: jax.Array,
+    layer: int | jax.Array, width: int, betas: tuple[float, float], t: Tuning,
+) -> jax.Array:  # fmt: skip
+    """Both products in one kernel: r [P, Z] bf16, or with `sum_inside` the sum [N, Z] f32."""
+    from jax.experimental import pallas as pl
+
+    n, z = latent.shape
+    both = Both(n, weights.shape[1], z, width, betas, t)
+    out = both.shapes() + [jax.ShapeDtypeStruct((n, z), jnp.float32)] * t.sum_inside
+
+    def body(x, table, shares, a, b, layer, count, h, r, *total, **scratch):
+        met = count.at[pl.ds(1, 1)]
+        both.run(x, count, table, a, b, layer, met, h, r, **scratch)
+        if total:
+            meeting.meet(met, 2 * both.arrivals)
+            number = lax.axis_index("wg") * t.ctas + lax.axis_index("cta")
+            _weighted_sum(r, shares, total[0], number, both.arrivals)
+
+    call = common.kernel(body, "k3_experts", out_type=out, **both.grid())
     count = jax.new_ref(units.count)
     return call(latent, units.table, weights, w13, w2, common.layer_operand(layer), count)[-1]
 

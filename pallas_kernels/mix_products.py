@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import attn_res, cluster_sum, common, mailbox, meeting, skinny
+from pallas_kernels import attn_res, cluster_sum, common, mailbox, meeting, skinny, skinny_cta
 from pallas_kernels.skinny import Projection
 from pallas_kernels.skinny_cut import WIDTH
 
@@ -285,9 +285,10 @@ def _body(form: attn_res.Form, kinds: tuple[skinny.Kind, ...], t: Tuning, bank: 
         number = (cluster - makers) * CLUSTER + cta
         tile, split = number // cut.splits, lax.rem(number, cut.splits)
         places = tile, split, wg, x, layer, x
-        copies = skinny.w_copies(kinds)
-        late = (form.numbers, form.eps) if t.each else None
-        c = skinny.Cta(form.width, WIDTH, cut, None, False, *places, *held, copies, t.each, late)
+        c = skinny_cta.Cta(
+            form.width, WIDTH, cut, None, False, *places, *held, skinny_cta.w_copies(kinds),
+            held=t.each, late=(form.numbers, form.eps) if t.each else None,
+        )  # fmt: skip
 
         def mix(row, use):
             mine = (cta < per_row) & (wg < rows) & (row < form.rows)
@@ -315,13 +316,13 @@ def _body(form: attn_res.Form, kinds: tuple[skinny.Kind, ...], t: Tuning, bank: 
             mix(wg, hold)  # by the first warpgroup; the last one asks for w, for all
             pause = partial(meeting.pause, t.pace)
             rings = range(cut.warpgroups)
-            pl.when(wg == rings[-1])(lambda: skinny.request(c, kinds, w, rings, pause))
+            pl.when(wg == rings[-1])(lambda: skinny_cta.request(c, kinds, w, rings, pause))
             mailbox.receive(mail, len(boxes) - 1, engine=True)
 
         def from_others():
             mailbox.enter()
             all_ = partial(meeting.wait, arrived, form.rows * per_row)
-            skinny.request(c, kinds, w, [wg], partial(all_, t.looks))
+            skinny_cta.request(c, kinds, w, [wg], partial(all_, t.looks))
             all_()
 
         def use():

@@ -28,7 +28,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import common, skinny, topk_registers, topk_units, units
+from pallas_kernels import common, skinny, skinny_cta, topk_registers, topk_units, units
 from pallas_kernels.skinny import Projection
 from pallas_kernels.units import Units
 
@@ -274,8 +274,9 @@ def _body(
             if interpret:
                 ids[row], weights[row] = _twin(d, bias[layer[0]], k, scaling)
                 return
-            out = ids.at[row], weights.at[row]
-            topk_registers.choose(d, bias[layer[0]], *out, words.at[wg], i, rounds, scaling)
+            mine, turn = words.at[wg], dict(turn=i, rounds=rounds)
+            topk_registers.rank(d, bias[layer[0]], mine, k, **turn)
+            topk_registers.weigh(ids.at[row], weights.at[row], mine, e, scaling, **turn)
 
         def all_rows():
             if not interpret and n > 1:
@@ -301,7 +302,7 @@ def _multiply(
 ) -> None:
     """One tile of the product, by all warpgroups of a CTA."""
     held = {name: scratch[name] for name in ("ws", "xs", "sums", "full")}
-    c = skinny.Cta(p.k, p.width, p.cut, None, False, tile, 0, wg, hidden, layer, hidden, **held)
+    c = skinny_cta.Cta(p.k, p.width, p.cut, None, False, tile, 0, wg, hidden, layer, hidden, **held)
     skinny.products(c, (p.kind,), (w,), (y,), (scratch["y"],), scratch["done"])
 
 

@@ -1,4 +1,4 @@
-"""Register code of `topk`: a row's choice by one warpgroup.
+"""Register code of `topk` and `experts_row`: a row's choice by one warpgroup.
 
 A candidate is 64 bits, the order-preserving form of its biased score above the complement of its
 number, so that the larger one comes first and no two are equal.
@@ -229,29 +229,28 @@ def filled(text: str, **values: Any) -> str:
     return text
 
 
-def choose(
-    denominators: jax.Array,
-    bias: jax.Array,
-    ids: Any,
-    weights: Any,
-    words: Any,
-    turn: int,
-    rounds: int,
-    scaling: float,
-) -> None:
-    """A row's ids and weights, global [k] each, from 1 + exp(-logits) and bias, f32 [E].
+def _where(experts: int, k: int, turn: int, rounds: int) -> dict[str, int]:
+    """`Places` by the names that the PTX has for them, `chosen` those of the row `turn`."""
+    places = places_of(experts, k, rounds)
+    where = {name.upper(): value for name, value in places._asdict().items()}
+    return where | {"CHOSEN": places.chosen + 4 * turn * k}
 
-    `words` is the warpgroup's scratch memory; `turn` of `rounds` counts its rows.
+
+def rank(
+    denominators: jax.Array, bias: jax.Array, words: Any, k: int, turn: int = 0, rounds: int = 1
+) -> None:
+    """A row's choice to `Places.chosen`, from 1 + exp(-logits) and bias, f32 [E].
+
+    `words` is the warpgroup's scratch memory; `turn` of `rounds` counts its rows. Ends with a
+    barrier of the warpgroup.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    experts, k = bias.shape[0], ids.shape[0]
+    experts = bias.shape[0]
     layout = plgpu.Layout.WG_STRIDED((experts,), vec_size=1)
-    places = places_of(experts, k, rounds)
-    where = {name.upper(): value for name, value in places._asdict().items()}
-    where["CHOSEN"] = places.chosen + 4 * turn * k
+    where = _where(experts, k, turn, rounds)
 
-    def code(_: Any, sums: Any, bias: Any, ids: Any, weights: Any, words: Any) -> None:
+    def code(_: Any, sums: Any, bias: Any, words: Any) -> None:
         reg = common.Registers()
         thread, base = reg.thread(), reg.shared_address(words)
         both = [
@@ -270,12 +269,27 @@ def choose(
         reg.barrier()
         reg.ptx(_rank_text(where, k), thread, base, volatile=True)
         reg.barrier()
-        to = reg.global_address(ids), reg.global_address(weights)
-        reg.ptx(_weigh_text(where, k, scaling), thread, base, *to, volatile=True)
 
-    refs = (plgpu.RefType(),) * 3
-    call = plgpu.inline_mgpu(arg_types=(layout, layout, *refs))
-    call(code)(denominators, bias, ids, weights, words)
+    call = plgpu.inline_mgpu(arg_types=(layout, layout, plgpu.RefType()))
+    call(code)(denominators, bias, words)
+
+
+def weigh(
+    ids: Any, weights: Any, words: Any, experts: int, scaling: float, turn: int = 0, rounds: int = 1
+) -> None:
+    """Behind `rank`: the row's ids and weights, global [k] each."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    k = ids.shape[0]
+    text = _weigh_text(_where(experts, k, turn, rounds), k, scaling)
+
+    def code(_: Any, ids: Any, weights: Any, words: Any) -> None:
+        reg = common.Registers()
+        to = reg.global_address(ids), reg.global_address(weights)
+        reg.ptx(text, reg.thread(), reg.shared_address(words), *to, volatile=True)
+
+    call = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 3)
+    call(code)(ids, weights, words)
 
 
 def _bound_text(where: dict[str, int], k: int) -> str:

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import cluster_sum, common, row_gather, skinny, skinny_sm100
+from pallas_kernels import cluster_sum, common, row_gather, skinny, skinny_cta, skinny_sm100
 from pallas_kernels.skinny import Projection, Tuning
 
 GROUP = 32  # columns of a candidate: a warp
@@ -195,7 +195,7 @@ def _build(form: _Form) -> Any:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Gathering(skinny.Cta):
+class _Gathering(skinny_cta.Cta):
     """A CTA whose x is fetched row by row; `norm` holds the numbers of the rows."""
 
     def fetch(self, j: Any, slot: Any) -> None:
@@ -229,7 +229,7 @@ def _body(form: _Form) -> Any:
     ):
         tile, wg = lax.axis_index("tile"), lax.axis_index("wg")
         numbers, others = (others[0], others[1:]) if form.gathered else (None, others)
-        c = (_Gathering if form.gathered else skinny.Cta)(
+        c = (_Gathering if form.gathered else skinny_cta.Cta)(
             form.k, form.width, form.t, None, form.interpret, tile, 0, wg, x, layer, numbers,
             ws, xs, sums, full, None, acc, read, complete,
         )  # fmt: skip

@@ -186,9 +186,8 @@ def latent_moe(t: Tensors, meta: Meta, nx: Numerics) -> Tensors:
 
     @jax.jit  # traced anew with every call of `latent_moe`, so that replaced formulas are seen
     def block(y):
-        chosen = standard.route(static, w, y)
-        routed, own = standard.experts(static, w, chosen), chosen.shared
-        return standard.moe_out(static, w, routed, own), routed, own, chosen.ids, chosen.weights
+        shares = standard.experts(static, w, standard.route(static, w, y))
+        return standard.moe_out(static, w, shares.routed, shares.shared), *shares
 
     out, routed, own, ids, weights = block(_act(nx, t["x"]))
     found = {"y": out, "routed_latent_sum": nx.round(routed), "shared_out": nx.round(own)}

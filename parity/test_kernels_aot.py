@@ -13,12 +13,12 @@ needs_plugin = pytest.mark.skipif(
 )
 # every kind of body and both matrix instructions; all cases: `python -m parity.kernel_aot`
 SMALL = ("skinny.o_proj.rows8", "skinny.kda_in.rows64", "attn_res.two_deltas.rows8",
-         "topk.shared.rows8", "vocab.markov.rows8", "experts.tp16.rows8",
+         "topk.shared.rows8", "experts_row.tp16.rows1", "vocab.markov.rows8", "experts.tp16.rows8",
          "experts.two_kernels.tp16.rows8", "kda.tp16.batch1.tokens8",
          "kda_out.tp16.batch8.tokens1", "mla_value_out.tp16.rows8.tokens1",
          "mla.tp16.rows8.tokens8.float8_e4m3fn", "mix_products.route.rows8")  # fmt: skip
 BODIES = ("skinny", "attn_res", "topk", "vocab", "plan", "experts", "experts_gate_up",
-          "experts_down", "kda", "kda_out", "mla_query", "mla_attend", "mla_value",
+          "experts_down", "experts_row", "kda", "kda_out", "mla_query", "mla_attend", "mla_value",
           "mla_value_out")  # fmt: skip
 
 

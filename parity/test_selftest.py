@@ -20,6 +20,7 @@ from jax_impl.params import abstract_weights
 from jax_impl.random_step import Case, load_config, make_inputs, random_cache, random_stream
 from jax_impl.random_weights import random_weights
 from jax_impl.sharding import ONE_DEVICE
+from jax_impl.stages.contract import Routed
 from jax_impl.static import Static
 from parity.kernel_env import needs_interpreter
 
@@ -133,6 +134,15 @@ def other_expert(static, w, y):
     return routed._replace(ids=routed.ids.at[0, 0].set(routed.ids[0, 1]))
 
 
+def choice_left_pending(static, w, y):
+    routed = AUTO.route(static, w, y)
+    return Routed(routed.latent, None, None, None, pending=routed)
+
+
+def choice_made_late(static, w, routed):
+    return AUTO.experts(static, w, routed.pending)
+
+
 @pytest.mark.parametrize(
     ("backend", "layer", "tokens", "wrong"),
     [
@@ -154,6 +164,7 @@ def other_expert(static, w, y):
                 (scaled("route", 3), 1, 1, {"route.shared"}),
                 (scaled("experts"), 1, 1, {"experts.routed"}),
                 (scaled("moe_out"), 1, 1, {"moe_out.delta"}),
+                (AUTO._replace(route=choice_left_pending, experts=choice_made_late), 1, 1, set()),
                 (scaled("head_in"), None, 1, {"head_in.hidden"}),
                 (scaled("logits"), None, 1, {"logits.values", "logits.argmax"}),
             )

@@ -38,13 +38,14 @@ ONE = {
     "k3_mla_query": 1,
     "k3_mla_attend": 1,
     "k3_mla_value_out": 1,
-    "k3_topk": 4,
-    "k3_experts": 4,
+    "k3_experts_row": 4,  # the router's choice in it
     # the dense pair; latent up; a projection of MLA; the head
     "k3_skinny": 2 + 4 + 1 + 1,
 }
-# 8 rows: in_proj and MLA's first projections are kernels of their own
+# 8 rows: in_proj and MLA's first projections are kernels of their own, and so is the choice
 FEW = ONE | {"k3_mix_products": 4, "k3_attn_res": 6, "k3_skinny": ONE["k3_skinny"] + 5}
+FEW |= {"k3_topk": 4, "k3_experts": 4}
+del FEW["k3_experts_row"]
 # more: so are the router's part, o_proj, and the two products of the experts
 MANY = FEW | {"k3_attn_res": 5 * 2, "k3_skinny": FEW["k3_skinny"] + 4 + 5}
 MANY |= {"k3_experts_gate_up": 4, "k3_experts_down": 4}

@@ -27,13 +27,31 @@ def plain(x: jax.Array | Ahead) -> jax.Array:
 
 
 class Routed(NamedTuple):
-    """From `route` to `experts`."""
+    """From `route` to `experts`, which hands on what it does not have yet where it is `pending`."""
 
     latent: jax.Array  # compute dtype [N, Z], what the experts read
-    ids: jax.Array  # i32 [N, k], the chosen experts
-    weights: jax.Array  # f32 [N, k]
-    shared: jax.Array  # f32 [N, D], this rank's share of the shared experts
+    ids: jax.Array | None  # i32 [N, k], the chosen experts
+    weights: jax.Array | None  # f32 [N, k]
+    shared: jax.Array | None  # f32 [N, D], this rank's share of the shared experts
     units: Any = None  # `pallas_kernels.units.Units` where the router's kernel has made them
+    pending: Pending | None = None  # in place of ids, weights and shared
+
+
+class Pending(NamedTuple):
+    """What the choice and the shared experts' second product are still to be made of."""
+
+    logits: jax.Array  # f32 [N, E], of all experts
+    hidden: jax.Array  # bf16 [N, M], the shared experts' on this rank
+    counters: jax.Array  # i32 [128] at 0, see `pallas_kernels.meeting`
+
+
+class Shares(NamedTuple):
+    """From `experts`: this rank's shares of two sums, and what was chosen."""
+
+    routed: jax.Array  # f32 [N, Z]
+    shared: jax.Array  # f32 [N, D]
+    ids: jax.Array  # i32 [N, k]
+    weights: jax.Array  # f32 [N, k]
 
 
 class Delta(NamedTuple):

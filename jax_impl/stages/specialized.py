@@ -19,13 +19,12 @@ from jax_impl.numerics import f32
 from jax_impl.ops.kda import Records
 from jax_impl.params import Kda, Layer, LayerWeights, Moe, Root
 from jax_impl.stages import standard
-from jax_impl.stages.contract import Ahead, Delta, Routed, plain, whole
+from jax_impl.stages.contract import Ahead, Delta, Pending, Routed, Shares, plain, whole
 from jax_impl.static import Static
 from pallas_kernels import attn_res as attn_res_kernel
 from pallas_kernels import experts as experts_kernel
-from pallas_kernels import kda as kda_kernel
-from pallas_kernels import kda_commit as commit_kernel
 from pallas_kernels import (
+    experts_row,
     kda_out,
     latent_up,
     meeting,
@@ -38,6 +37,8 @@ from pallas_kernels import (
     skinny,
     topk,
 )
+from pallas_kernels import kda as kda_kernel
+from pallas_kernels import kda_commit as commit_kernel
 from pallas_kernels import route as route_kernel
 from pallas_kernels.mix_products import Mix
 from pallas_kernels.skinny import Projection
@@ -274,28 +275,51 @@ def _route_items(static: Static, w: Layer) -> list[Projection]:
 def route(static: Static, w: Layer, y: jax.Array | Ahead) -> Routed:
     """`standard.route` in two kernels: what reads y; the choice, beside it the shared experts.
 
-    Behind `Ahead` the first is done.
+    Behind `Ahead` the first is done; for one row the second is left to the kernel of the experts,
+    if it takes it.
     """
     c, m = static.config, w.stacks
-    logits, latent, hidden = _products(y, _route_items(static, w), w.index)
+    (logits, latent, hidden), counters = _products_and_counters(y, _route_items(static, w), w.index)
     if _copies(static) == 1:
         logits, latent = all_gather_packed((logits, latent), static.ranks)
+    routed = Routed(latent, None, None, None, pending=Pending(logits, hidden, counters))
+    k, width = c.num_experts_per_token, _width(static)
+    if not experts_row.limits(_row(w, routed), m.w13_tiles, m.w2_tiles, k=k, width=width):
+        return routed
     choice = topk.topk(
-        logits, m.e_score_correction_bias, w.index, k=c.num_experts_per_token,
-        scaling=c.routed_scaling_factor, shared=(hidden, m.shared_down_proj),
+        logits, m.e_score_correction_bias, w.index, k=k, scaling=c.routed_scaling_factor,
+        shared=(hidden, m.shared_down_proj),
     )  # fmt: skip
     return Routed(latent, choice.ids, choice.weights, choice.shared, choice.units)
 
 
+def _width(static: Static) -> int:
+    return static.config.moe_intermediate_size // static.ranks.size
+
+
+def _row(w: Layer, routed: Routed) -> experts_row.Row:
+    m, pending = w.stacks, routed.pending
+    return experts_row.Row(
+        routed.latent, pending.logits, m.e_score_correction_bias, pending.hidden, m.shared_down_proj
+    )
+
+
 @_once
-def experts(static: Static, w: Layer, routed: Routed) -> jax.Array:
-    """`standard.experts` in one kernel and the sum; beyond 8 rows in two."""
-    m = w.stacks
-    width = static.config.moe_intermediate_size // static.ranks.size
-    return experts_kernel.experts(
+def experts(static: Static, w: Layer, routed: Routed) -> Shares:
+    """`standard.experts` in one kernel and the sum, with what is pending; beyond 8 rows in two."""
+    m, width, betas = w.stacks, _width(static), static.betas
+    if routed.pending is not None:
+        c = static.config
+        found = experts_row.experts_row(
+            _row(w, routed), m.w13_tiles, m.w2_tiles, routed.pending.counters, w.index,
+            k=c.num_experts_per_token, scaling=c.routed_scaling_factor, width=width, betas=betas,
+        )  # fmt: skip
+        return Shares(*found)
+    total = experts_kernel.experts(
         routed.latent, routed.ids, routed.weights, m.w13_tiles, m.w2_tiles, w.index,
-        width=width, betas=static.betas, units=routed.units,
+        width=width, betas=betas, units=routed.units,
     )  # fmt: skip
+    return Shares(total, routed.shared, routed.ids, routed.weights)
 
 
 @_once

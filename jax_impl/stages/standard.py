@@ -31,7 +31,7 @@ from jax_impl.ops.norm import gated_rmsnorm, l2norm, rmsnorm
 from jax_impl.ops.router import choose_experts
 from jax_impl.ops.situ import situ_hidden, situ_mlp
 from jax_impl.params import Dense, Kda, LayerWeights, Mla, Moe, Root
-from jax_impl.stages.contract import Routed
+from jax_impl.stages.contract import Routed, Shares
 from jax_impl.stages.draft import draft_block, draft_context, draft_markov  # noqa: F401  (stages)
 from jax_impl.stages.paged import positions, read_rows, write_rows
 from jax_impl.static import Static
@@ -349,17 +349,17 @@ def route(static: Static, w: Moe, y: jax.Array) -> Routed:
     return Routed(latent, ids, weights, nx.project(hidden, w.shared_down_proj))
 
 
-def experts(static: Static, w: Moe, routed: Routed) -> jax.Array:
-    """This rank's share of the routed sum, f32 [N, Z]."""
-    latent, ids, weights, *_ = routed
+def experts(static: Static, w: Moe, routed: Routed) -> Shares:
+    """This rank's share of the routed sum, f32 [N, Z]; behind it what `route` has given."""
+    latent, ids, weights, shared, *_ = routed
     if static.run.experts == "ep":  # ids of this rank's experts; others are out of range
         ids = ids - rank_index(static.ranks) * w.w13_packed.shape[0]
-    if w.w13_tiles is None:
-        mine = ExpertWeights(w.w13_packed, w.w13_scale, w.w2_packed, w.w2_scale)
-    else:
+    mine = ExpertWeights(w.w13_packed, w.w13_scale, w.w2_packed, w.w2_scale)
+    if w.w13_tiles is not None:
         width = static.config.moe_intermediate_size // static.ranks.size
         mine = PackedExperts(w.w13_tiles, w.w2_tiles, width, latent.shape[-1])
-    return routed_experts(static.nx, latent, ids, weights, mine, static.betas)
+    total = routed_experts(static.nx, latent, ids, weights, mine, static.betas)
+    return Shares(total, shared, routed.ids, weights)
 
 
 def moe_out(static: Static, w: Moe, routed: jax.Array, shared: jax.Array) -> jax.Array:
