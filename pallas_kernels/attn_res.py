@@ -122,6 +122,35 @@ def reference(
     layer: int | jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The same in plain jnp."""
+    weights = res_norm, res_proj, norm
+    weighted, scale, new = _mixture_plainly(
+        prefix, snapshots, count, delta, *weights, eps, reset, shared, layer
+    )
+    new = new.astype(jnp.bfloat16)
+    if snapshot:
+        snapshots = snapshots.at[:, count].set(new)
+    return _rounded(weighted * scale).astype(jnp.bfloat16), new, snapshots
+
+
+def unscaled_reference(
+    *arrays: jax.Array,
+    eps: float,
+    reset: bool = False,
+    shared: jax.Array | None = None,
+    layer: int | jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """What `unscaled_row` makes, bf16 [N, D], and the factors of the rows, f32 [N, 1].
+
+    The operands are those of `reference`.
+    """
+    weighted, scale, _ = _mixture_plainly(*arrays, eps, reset, shared, layer)
+    return _rounded(weighted).astype(jnp.bfloat16), scale
+
+
+def _mixture_plainly(
+    prefix, snapshots, count, delta, res_norm, res_proj, norm, eps, reset, shared, layer
+):
+    """Norm * mixture f32 [N, D], rsqrt(mean(mixture^2) + eps) [N, 1], the new prefix f32."""
     f32 = jnp.float32
     if layer is not None:
         res_norm, res_proj, norm = res_norm[layer], res_proj[layer], norm[layer]
@@ -136,11 +165,8 @@ def reference(
     scores = lax.rsqrt(jnp.mean(sources * sources, -1) + eps) * jnp.sum(sources * c, -1)
     share = jax.nn.softmax(jnp.where(valid, scores, -jnp.inf), axis=-1)
     mixed = jnp.sum(share[..., None] * sources, axis=1)
-    x = norm.astype(f32) * mixed * lax.rsqrt(jnp.mean(mixed * mixed, -1, keepdims=True) + eps)
-    new = new.astype(jnp.bfloat16)
-    if snapshot:
-        snapshots = snapshots.at[:, count].set(new)
-    return _rounded(x).astype(jnp.bfloat16), new, snapshots
+    scale = lax.rsqrt(jnp.mean(mixed * mixed, -1, keepdims=True) + eps)
+    return norm.astype(f32) * mixed, scale, new
 
 
 def attn_res(

@@ -153,10 +153,15 @@ def reference(
     eps: float,
     reset: bool = False,
     snapshot: bool = False,
+    tuning: Tuning | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array, list[jax.Array]]:
     """The same in plain jnp."""
+    t = tuning or default_tuning(*m.prefix.shape, [p.rows for p in items])
     found = m.by(attn_res.reference, eps=eps, reset=reset, snapshot=snapshot)
-    return *found, skinny.reference(found[0], items, layer)
+    x, scale = found[0], None
+    if t.each:
+        x, scale = m.by(attn_res.unscaled_reference, eps=eps, reset=reset)
+    return *found, skinny.reference(x, items, layer, scale=scale)
 
 
 def mix_products(

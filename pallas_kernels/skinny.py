@@ -106,8 +106,9 @@ def reference(
     layer: int | jax.Array = 0,
     *,
     norm: tuple[jax.Array, float] | None = None,
+    scale: jax.Array | None = None,
 ) -> list[jax.Array]:
-    """The same in plain jnp."""
+    """The same in plain jnp; `scale` f32 [M, 1]: factors of the rows, applied to the f32 sums."""
     out = []
     x = x[:, : items[0].w.shape[2]]
     if norm is not None:
@@ -121,6 +122,7 @@ def reference(
             p.w[layer].astype(jnp.float32),
             precision=lax.Precision.HIGHEST,
         )
+        y = y if scale is None else y * scale
         out.append(jnp.tile(_finished(y, p.kind(TILE)), (1, p.copies)))
     return out
 

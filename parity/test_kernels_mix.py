@@ -51,8 +51,21 @@ def test_both_kernels_in_the_interpreter():
         mix, items, meeting.counters(), 1, tuning=tuning, interpret=True, **call
     )
     assert not counters.any()
-    agree(got, mix_products.reference(mix, items, 1, **call))
+    agree(got, mix_products.reference(mix, items, 1, tuning=tuning, **call))
     assert not common.races_found()
+
+
+def test_a_row_made_by_each_cluster_is_scaled_behind_the_products():
+    """One rounding of x in both forms, of equal relative size; so products agree within two."""
+    mix = operands(1, 512, 2, True, bank=3)
+    items = [Projection(normal(7, 2, 64, 512, scale=512**-0.5)), Projection(normal(8, 2, 64, 512))]
+    once = mix_products.Tuning(attn_res.Tuning(2), skinny.Tuning(splits=2))
+    found, scaled = (
+        mix_products.reference(mix, items, 1, eps=1e-5, tuning=replace(once, each=each))
+        for each in (True, False)
+    )
+    agree(found, scaled)
+    assert not same_bits(found[3][0], scaled[3][0])
 
 
 @pytest.mark.parametrize(
