@@ -117,22 +117,73 @@ def kernel(
     interpret: bool = False,
     multi_process: bool = False,
     own_barriers: bool = False,
+    read_once: bool = False,
     **kw: Any,
 ) -> Any:
     """`plgpu.kernel` with explicit lowering semantics, or the same kernel in the interpreter.
 
     `name` is how profilers and the compiled program call it; `multi_process` (JAX 0.12) that it
     writes to devices of other processes; `own_barriers` that a warpgroup's warps meet where the
-    body says so (`barrier`), and not around each store and before each copy to shared memory.
+    body says so (`barrier`), and not around each store and before each copy to shared memory;
+    `read_once` that L2 drops before all else what the kernel copies to shared memory.
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     body.__name__ = name
     if interpret:
         kw["interpret"] = interpreter()
+    elif read_once:
+        _READ_ONCE.add(name)
+        _Hinted.install()
     more: dict[str, bool] = dict(is_multi_process=True) if multi_process else {}
     settings = params(unsafe_no_auto_barriers=own_barriers, **more)
     return plgpu.kernel(body, compiler_params=settings, **kw)
+
+
+_READ_ONCE: set[str] = set()  # names of kernels
+_EVICT_FIRST = 0x12F0000000000000  # a cache policy, as PTX's `createpolicy` encodes it
+
+
+class _Hinted:
+    """Mosaic's NVVM operations, of which the copies of some kernels carry a cache policy.
+
+    PTX has a place for it and Mosaic GPU no option (0.11.2, 0.12.0). 100 MB of weights per layer go
+    through L2, and what the step reads again, activations and state, is lost with them: 2 us per
+    layer at 1 row. Other kernels of the process are left as they are.
+    """
+
+    def __init__(self, operations: Any) -> None:
+        self._operations = operations
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._operations, name)
+
+    def cp_async_bulk_tensor_shared_cluster_global(self, *args: Any, **kw: Any) -> Any:
+        """The copy from global to shared memory."""
+        reg = Registers()
+        if _kernel_name(reg) in _READ_ONCE:
+            i64 = reg.ir.IntegerType.get_signless(64)
+            policy = reg.ir.IntegerAttr.get(i64, _EVICT_FIRST)
+            kw["l2_cache_hint"] = reg.arith.constant(i64, policy)
+        return self._operations.cp_async_bulk_tensor_shared_cluster_global(*args, **kw)
+
+    @staticmethod
+    def install() -> None:
+        """Once per process."""
+        from jax.experimental.mosaic.gpu import launch_context
+
+        if not isinstance(launch_context.nvvm, _Hinted):
+            launch_context.nvvm = _Hinted(launch_context.nvvm)  # type: ignore[assignment]
+
+
+def _kernel_name(reg: Registers) -> str | None:
+    """Of the kernel that is being lowered."""
+    op = reg.ir.InsertionPoint.current.block.owner
+    while op is not None:
+        if "sym_name" in op.attributes:
+            return reg.ir.StringAttr(op.attributes["sym_name"]).value.removesuffix("_mosaic_gpu")
+        op = op.parent
+    return None
 
 
 def barrier(interpret: bool) -> None:

@@ -179,6 +179,8 @@ def kda(
         body_of(shape, eps, lower_bound, interpret),
         "k3_kda",
         interpret=interpret,
+        own_barriers=True,
+        read_once=True,
         out_type=outputs(batch, shape),
         grid=(batch, heads),
         grid_names=("sequence", "head"),
@@ -378,6 +380,10 @@ def _finish(c: _Cta, t: Any, k: _Constants, outs: Any, eps: float, heads: Any) -
 def body_of(s: Shape, eps: float, lower_bound: float, interpret: bool) -> Any:
     """The kernel's body.
 
+    It needs no automatic barriers (`common.kernel`): what a thread stores for others stands before
+    an arrival of all threads (`ready`, which orders it) or a barrier, and the new state lies where
+    the same thread read the old one.
+
     In another kernel it takes `place`, that is (sequence, head, warpgroup), and calls `made` when
     this warpgroup's heads are written.
     """
@@ -495,7 +501,7 @@ def body_of(s: Shape, eps: float, lower_bound: float, interpret: bool) -> Any:
             meet(3)
             c.each(lambda t: _squares(c, t, outs))
             if GROUPS > 1:  # a token's sums stay with its warpgroup
-                _warpgroup_barrier(interpret)
+                common.barrier(interpret)
             c.each(lambda t: _finish(c, t, k, outs, eps, heads))
             if made is not None:
                 made()
@@ -523,14 +529,6 @@ def _record_key(c: _Cta, t: Any, key: Any) -> None:
 def _squares(c: _Cta, t: Any, outs: Any) -> None:
     o = outs[t].astype(jnp.bfloat16).astype(jnp.float32)
     common.store_partial_sums(o * o, c.sums.at[2, t], c.interpret)
-
-
-def _warpgroup_barrier(interpret: bool) -> None:
-    """What this warpgroup's warps have stored to shared memory is visible to all of them."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    if not interpret:
-        plgpu.inline_mgpu()(lambda _: common.Registers().barrier())()
 
 
 def _store_window(c: _Cta, window: Any, slot: Any, count: Any) -> None:

@@ -122,6 +122,8 @@ def _build(
     return common.kernel(
         _body(shape, makers, s, t, kda.body_of(shape, eps, lower_bound, False)),
         "k3_kda_out",
+        own_barriers=True,
+        read_once=True,
         out_type=[*kda.outputs(batch, shape), *late_product.outputs(s)],
         grid=(makers + s.tiles(t),),
         grid_names=("place",),

@@ -48,7 +48,7 @@ class Tuning:
 
     rows: int = 64
     pause: int = 1000
-    drop: bool = False
+    drop: bool = True
 
 
 @dataclass(frozen=True)

@@ -235,6 +235,7 @@ def _build(
         _body(form, kinds, t, bank),
         "k3_mix_products",
         own_barriers=True,
+        read_once=True,
         out_type=shapes,
         grid=(clusters,),
         grid_names=("cluster",),

@@ -283,6 +283,7 @@ def _build(
         "k3_skinny",
         interpret=interpret,
         own_barriers=True,
+        read_once=True,
         out_type=shapes,
         **grid,
         num_threads=t.warpgroups,
@@ -397,7 +398,6 @@ def multiply(c: Cta, w: Any, kind: Kind, first: int, requested: bool = False) ->
         )
     common.barrier(c.interpret)  # nobody reads what lay there before
     common.store(c.sums.at[c.wg], result[0])
-    common.barrier(c.interpret)
     if c.scale is not None:
         row_norm.store_squares(result[1], c.squares.at[c.wg], c.width)
 
