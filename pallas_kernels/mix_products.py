@@ -65,8 +65,8 @@ class Tuning:
         products: several times its splits are a cluster.
         each: every cluster makes the row for itself, and holds it in shared memory; for one row.
         pace: ns between two requests of weights before that row is there. What a multiprocessor has
-            asked for at once stands before all that its neighbours send: 160 KB are 2.5 us. Measured
-            best: 350 where a CTA has 28 steps, 150 for 14.
+            asked for at once stands before all that its neighbours send: 160 KB are 2.5 us.
+            Measured best: 350 where a CTA has 28 steps, 150 for 14.
         rows: of one cluster that makes x, one per warpgroup; they share the instruction issue.
         looks: at the counter between two requests of weights, for the same reason.
     """
