@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import jax.numpy as jnp
 
-from bench import ops_kda, ops_mla, ops_small
+from bench import ops_fused, ops_kda, ops_mla, ops_small
 from bench.ops_experts import experts_case
 from bench.ops_problem import SITU, Problem
 from bench.ops_products import attn_res_case, latent_up_case, route_case, skinny_case
@@ -42,4 +42,4 @@ def cases() -> dict[str, Callable[[], Problem]]:
     for ranks in (16, 8):
         for n in (1, 2, 8, 64):
             out[f"experts.tp{ranks}.rows{n}"] = lambda n=n, r=ranks: experts_case(n, r, 11)
-    return out | ops_small.cases() | ops_kda.cases() | ops_mla.cases()
+    return out | ops_small.cases() | ops_kda.cases() | ops_mla.cases() | ops_fused.cases()

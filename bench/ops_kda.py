@@ -1,4 +1,6 @@
-"""Cases of the KDA kernel for `python -m bench ops`: heads and records, as in a verification.
+"""Cases of the KDA kernels for `python -m bench ops`: heads and records, as in a verification.
+
+`kda_out` has the output projection in the same kernel; compared is what it gives.
 
 Nothing is committed: a state that is written in place would be another one in every call, so that
 neither errors nor repetitions could be compared. The commit is `kda_commit`, in `bench rank-slice`.
@@ -16,6 +18,41 @@ import numpy as np
 from bench.ops_problem import Problem, bf16_round, f64, normal, stack_depth
 
 EPS, LOWER_BOUND, TAPS, WIDTH = 1e-5, -5.0, 4, 128
+SETTINGS: dict[str, Any] = {"eps": EPS, "lower_bound": LOWER_BOUND, "commit": False}
+
+
+def kda_out_case(
+    batch: int, tokens: int, heads: int, seed: int, layers: int | None = None, d: int = 7168
+) -> Problem:
+    """As `kda_case`, and the output projection to d columns."""
+    from jax_impl.numerics import Numerics
+    from pallas_kernels import kda_out, meeting
+
+    layers = layers or stack_depth(2 * d * heads * WIDTH)
+    inner = kda_case(batch, tokens, heads, seed, layers)
+    a, n, p = (
+        _arrays(jax.random.key(seed), batch, batch * tokens, heads, layers),
+        batch * tokens,
+        heads * WIDTH,
+    )
+    w = normal(jax.random.key(seed + 1), (layers, d, p), p**-0.5)
+    rows, settings = _rows(batch, tokens), SETTINGS
+
+    def kernel(fused, state, window, weights, layer, w):
+        args = fused, state, window, weights, layer, rows, w, meeting.counters()
+        return kda_out.kda_out(*args, **settings)
+
+    fast = jax.jit(kernel)
+    project = jax.jit(lambda y, w, layer: Numerics().project(y, w[layer]))
+    given = a["fused"], a["state"], a["window"], _weights(a)
+    return Problem(
+        lambda layer: fast(*given, layer, w)[1],
+        inner.bytes + 2 * d * p + 4 * n * d,
+        layers,
+        lambda layer, chosen: bf16_round(inner.exact(layer, chosen)) @ f64(w[layer]).T,
+        lambda layer: project(inner.standard(layer), w, layer),
+        np.arange(n),
+    )
 
 
 def kda_case(batch: int, tokens: int, heads: int, seed: int, layers: int | None = None) -> Problem:
@@ -32,10 +69,7 @@ def kda_case(batch: int, tokens: int, heads: int, seed: int, layers: int | None 
     moved = state_bytes + own + 2 * n * columns + 4 * 3 * n * p + 2 * n * p
     layers = layers or stack_depth(state_bytes + own)
     a = _arrays(jax.random.key(seed), batch, n, heads, layers)
-    w = kda.Weights(*(a[name] for name in kda.Weights._fields))
-    index = jnp.arange(batch, dtype=jnp.int32)
-    rows = kda.Rows(index, index + 100, jnp.full(batch, tokens, jnp.int32))
-    settings: dict[str, Any] = {"eps": EPS, "lower_bound": LOWER_BOUND, "commit": False}
+    w, rows, settings = _weights(a), _rows(batch, tokens), SETTINGS
     # all outputs leave the program, so that nothing of the kernel's work is dead
     fast = jax.jit(lambda x, s, o, w, layer: kda.kda(x, s, o, w, layer, rows, **settings))
 
@@ -62,6 +96,19 @@ def kda_case(batch: int, tokens: int, heads: int, seed: int, layers: int | None 
         lambda layer: standard(*given, layer),
         np.arange(n),
     )
+
+
+def _weights(a: dict[str, jax.Array]) -> Any:
+    from pallas_kernels.kda import Weights
+
+    return Weights(*(a[name] for name in Weights._fields))
+
+
+def _rows(batch: int, tokens: int) -> Any:
+    from pallas_kernels.kda import Rows
+
+    index = jnp.arange(batch, dtype=jnp.int32)
+    return Rows(index, index + 100, jnp.full(batch, tokens, jnp.int32))
 
 
 def _arrays(key: Any, batch: int, n: int, heads: int, layers: int) -> dict[str, jax.Array]:
@@ -122,4 +169,7 @@ def cases() -> dict[str, Callable[[], Problem]]:
             name = f"kda.tp{ranks}.rows{batch * tokens}.tokens{tokens}"
             args = batch, tokens, 96 // ranks, 37
             out[name] = lambda args=args: kda_case(*args)
+    for batch, tokens in ((1, 1), (8, 1), (1, 8)):  # as many as the kernel takes
+        name = f"kda_out.tp16.rows{batch * tokens}.tokens{tokens}"
+        out[name] = lambda args=(batch, tokens, 6, 41): kda_out_case(*args)
     return out

@@ -1,6 +1,7 @@
 """Cases of the MLA kernels for `python -m bench ops`: queries with the cache row, attention.
 
-`mla_attend` is attention and the value projection; the cache is read, not written, because a cache
+`mla_attend` is attention and the value projection, `mla_out` with the output projection; the cache
+is read, not written, because a cache
 that is not donated would be copied in every call. `mla_query` writes into a cache of three pages.
 """
 
@@ -13,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.ops_problem import Problem, f64, stack_depth
+from bench.ops_problem import Problem, bf16_round, f64, normal, stack_depth
 
 FP8_SCALE = 4.0
 
@@ -30,13 +31,18 @@ def attend_case(
     fp8: bool,
     tuning: Any = None,
     layers: int | None = None,
+    out: int = 0,
 ) -> Problem:
-    """`batch` sequences of `context` rows, each with `tokens` tokens at their end."""
-    from pallas_kernels import mla_attend, mla_value
+    """`batch` sequences of `context` rows, each with `tokens` tokens at their end.
+
+    With `out` the output projection to so many columns, in the kernel of the values.
+    """
+    from jax_impl.numerics import Numerics
+    from pallas_kernels import meeting, mla_attend, mla_value, mla_value_out
     from parity import mla_inputs
 
     dtype, scale = _dtype(fp8)
-    nbytes = batch * context * 576 * (1 if fp8 else 2) + heads * 128 * 512 * 2
+    nbytes = batch * context * 576 * (1 if fp8 else 2) + heads * 128 * (512 + out) * 2
     layers = layers or min(stack_depth(nbytes), 64)
     lengths = [max(context, tokens)] * batch
     case = mla_inputs.make(lengths, tokens, heads, dtype, scale, layers=layers, filled=True)
@@ -52,8 +58,9 @@ def attend_case(
         return mla_attend.arrange(rows, tokens, t.columns, jnp.dtype(dtype))
 
     q = jax.jit(absorbed)(a)
+    w = normal(jax.random.key(43), (layers, out, heads * 128), (heads * 128) ** -0.5)
 
-    def kernels(q: jax.Array, a: dict[str, Any], cache: jax.Array, layer: jax.Array) -> jax.Array:
+    def kernels(q, a, cache, layer, w):
         parts = mla_attend.attend(
             *(q, cache, layer, a["table"], a["ends"], a["kv_scale"]),
             heads=heads,
@@ -61,17 +68,27 @@ def attend_case(
             scale=case.scale,
             tuning=t,
         )
-        return mla_value.value(parts, a["ends"], a["gate"], a["kv_b"], layer, heads=heads)
+        operands = parts, a["ends"], a["gate"], a["kv_b"]
+        if not out:
+            return mla_value.value(*operands, layer, heads=heads)
+        rest = w, meeting.counters(), layer
+        return mla_value_out.value_out(*operands, *rest, heads=heads)[1]
 
-    fast = jax.jit(kernels)
-    plain = jax.jit(lambda a, cache, i: mla_inputs.standard(case, write=False)(a, cache, i)[0])
+    def plain(a, cache, layer, w):
+        found = mla_inputs.standard(case, write=False)(a, cache, layer)[0]
+        return Numerics().project(found, w[layer]) if out else found
 
+    def exact(layer: int, rows: np.ndarray) -> np.ndarray:
+        found = mla_inputs.exact(case, case.cache, layer)[rows]
+        return bf16_round(found) @ f64(w[layer]).T if out else found
+
+    fast, standard = jax.jit(kernels), jax.jit(plain)
     return Problem(
-        lambda layer: fast(q, a, case.cache, layer),
+        lambda layer: fast(q, a, case.cache, layer, w),
         nbytes,
         layers,
-        lambda layer, rows: mla_inputs.exact(case, case.cache, layer)[rows],
-        lambda layer: plain(a, case.cache, layer),
+        exact,
+        lambda layer: standard(a, case.cache, layer, w),
         np.arange(n),
         {"splits": (t.splits, "count"), "columns": (t.columns, "count")},
     )
@@ -145,4 +162,7 @@ def cases() -> dict[str, Callable[[], Problem]]:
                     out[f"mla_attend.{what}.context{context}"] = lambda more=more: attend_case(
                         *more
                     )
+    for batch, tokens in ((1, 1), (8, 1), (1, 8)):  # as many rows as the kernel takes
+        name = f"mla_out.tp16.fp8.rows{batch * tokens}.tokens{tokens}.context1024"
+        out[name] = lambda args=(batch, tokens, 1024, 6, True): attend_case(*args, out=7168)
     return out
