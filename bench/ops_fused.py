@@ -8,6 +8,7 @@ What keeps more of a layer in one kernel beside these is in `bench.ops_kda` and 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,13 +47,20 @@ def mix_case(m: int, kind: str, seed: int, layers: int | None = None, d: int = 7
     ]
     last = len(ws) - 1 if kind == "route" else None  # with SiTU
 
-    def kernel(layer, rows, stacks, ws):
-        mix = mix_products.Mix(*rows[:2], jnp.int32(COUNT), rows[2], *stacks, layer, rows[3])
-        items = route.items(*ws, SITU) if last else [Projection(w, jnp.bfloat16) for w in ws]
+    def kernel(layer: Any, rows: Any, stacks: Any, ws: Any) -> jax.Array:
+        prefix, bank, delta, shared = rows
+        res_norm, res_proj, norm = stacks
+        mix = mix_products.Mix(
+            prefix, bank, jnp.int32(COUNT), delta, res_norm, res_proj, norm, layer, shared
+        )
+        items = [Projection(w, jnp.bfloat16) for w in ws]
+        if last:
+            gate, down, both = ws
+            items = route.items(gate, down, both, SITU)
         x, _, _, ys, _ = mix_products.mix_products(mix, items, meeting.counters(), layer, eps=EPS)
         return _beside(x, *ys)
 
-    def plain(layer, rows, stacks, ws):
+    def plain(layer: Any, rows: Any, stacks: Any, ws: Any) -> jax.Array:
         prefix, bank, delta, shared = rows
         res_norm, res_proj, norm = (w[layer] for w in stacks)
         new = nx.round(prefix + nx.round(delta + nx.round(shared)))
@@ -67,7 +75,7 @@ def mix_case(m: int, kind: str, seed: int, layers: int | None = None, d: int = 7
         return _beside(x, *ys)
 
     def exact(layer: int, rows: np.ndarray) -> np.ndarray:
-        x = _mixed64(*map(f64, (prefix, bank, delta, shared)), *(f64(w[layer]) for w in stacks))
+        x = _mixed64(list(map(f64, (prefix, bank, delta, shared))), [f64(w[layer]) for w in stacks])
         ys = [x @ f64(w[layer]).T for w in ws]
         if last:
             ys[last] = situ64(*np.split(ys[last], 2, axis=-1))
@@ -88,8 +96,9 @@ def _beside(*parts: jax.Array) -> jax.Array:
     return jnp.concatenate([part.astype(jnp.float32) for part in parts], axis=-1)
 
 
-def _mixed64(prefix, bank, delta, shared, res_norm, res_proj, norm) -> np.ndarray:
+def _mixed64(rows: list[np.ndarray], weights: list[np.ndarray]) -> np.ndarray:
     """X [N, D] in float64, not rounded at the end."""
+    (prefix, bank, delta, shared), (res_norm, res_proj, norm) = rows, weights
     new = bf16_round(prefix + bf16_round(delta + bf16_round(shared)))
     s = np.concatenate([bank[:, :COUNT], new[:, None]], axis=1)
     score = (s @ (res_norm * res_proj)) / np.sqrt((s * s).mean(-1) + EPS)
