@@ -71,7 +71,8 @@ def mix_case(m: int, kind: str, seed: int, layers: int | None = None, d: int = 7
             for i, w in enumerate(ws)
         ]
         if last:
-            ys[last] = situ(nx, *jnp.split(ys[last], 2, axis=-1), *SITU)
+            gate, up = jnp.split(ys[last], 2, axis=-1)
+            ys[last] = situ(nx, gate, up, *SITU)
         return _beside(x, *ys)
 
     def exact(layer: int, rows: np.ndarray) -> np.ndarray:
