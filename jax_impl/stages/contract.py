@@ -17,7 +17,7 @@ class Ahead(NamedTuple):
 
     array: jax.Array
     done: Any  # the next stage's first products
-    # i32 [128], see `pallas_kernels.meeting`; behind `attn_in` the first is spent
+    # i32 [128], see `pallas_kernels.meeting`; the first may be spent, the others are at 0
     counters: jax.Array | None = None
 
 
@@ -42,7 +42,7 @@ class Pending(NamedTuple):
 
     logits: jax.Array  # f32 [N, E], of all experts
     hidden: jax.Array  # bf16 [N, M], the shared experts' on this rank
-    counters: jax.Array  # i32 [128] at 0, see `pallas_kernels.meeting`
+    counters: jax.Array  # i32 [128], as those of `Ahead`
 
 
 class Shares(NamedTuple):
