@@ -20,6 +20,7 @@ from bench.layers_options import LayersOptions
 from bench.ops_options import OpsOptions
 from bench.rank_slice_options import SliceOptions
 from bench.roofline import RooflineOptions
+from bench.startup_options import StartupOptions
 from jax_impl.config import RELEASED_CONFIG
 from jax_impl.output import (
     SHOWN,
@@ -39,6 +40,7 @@ DECODE = DecodeOptions()
 AGENTIC = AgenticOptions()
 LAYERS = LayersOptions()
 OPS = OpsOptions()
+STARTUP = StartupOptions()
 
 
 def roofline(
@@ -158,6 +160,30 @@ def ops(
     names = [n for n in result["figures"] if n.endswith((".kernel_us", ".standard_us"))]
     title = "kernels" if options.preset == "k3" else "standard formulas, NO KERNEL RAN"
     return conclude(result, output, title, rows_to_print(result), names)
+
+
+def startup(
+    options: Annotated[StartupOptions, tyro.conf.arg(name="")] = STARTUP,
+    output: Out = SHOWN,
+) -> int:
+    """Compile time of the whole step, cold and from the cache, and the host's time per call.
+
+    Example: python -m bench startup --backend latency_specialized --json startup.json
+
+    Args:
+        options: what to compile and call.
+        output: where the result goes.
+    """
+    output.prepare()
+    from bench.machine import set_memory_fraction
+
+    set_memory_fraction(options.memory_fraction)
+    from bench.rank_slice_report import rows_to_print
+    from bench.startup import headline_names, run_startup
+
+    result = run_startup(options)
+    title = f"start-up, one rank of {options.tp}, exchanges looped back, {options.backend}"
+    return conclude(result, output, title, rows_to_print(result), headline_names(result))
 
 
 def decode(
@@ -338,6 +364,7 @@ COMMANDS = {
     "rank-slice": rank_slice,
     "layers": layers,
     "ops": ops,
+    "startup": startup,
     "roofline": roofline,
     "agentic": agentic,
     "compare": compare,

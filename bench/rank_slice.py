@@ -88,8 +88,12 @@ class Setting:
         return replace(found, config=slice_model.with_moe_layers(self.config, COUNTED))
 
 
-def prepare(o: SliceOptions) -> Setting:
+def prepare(o: SliceOptions, *, shapes_only: bool = False) -> Setting:
     """Check everything that can be checked before memory is taken.
+
+    Args:
+        o: what to run.
+        shapes_only: nothing will be allocated, so that no memory is asked for.
 
     Raises:
         ValueError: options, sizes or backend that cannot run; says why.
@@ -115,7 +119,7 @@ def prepare(o: SliceOptions) -> Setting:
     for c in by_depth.values():
         require_ranks(c, run, o.tp)
     deepest = list(by_depth.values())[-1]
-    free = free_device_bytes()
+    free = None if shapes_only else free_device_bytes()
     if free is not None:
         require_room(deepest, free, run, o.tp)
     method = Acceptance(rule="synthetic", length=o.length) if o.drafts else Acceptance()
@@ -295,10 +299,15 @@ def run_rank_slice(o: SliceOptions, argv: list[str] | None = None) -> dict[str, 
     }
 
 
+def weight_shapes(config: ModelConfig, run: RunConfig, tp: int) -> Weights:
+    """Shapes and dtypes of one rank's weights as the step takes them; nothing allocated."""
+    shapes = abstract_weights(config, tp)
+    return jax.eval_shape(bind, shapes) if is_bound(run) else shapes
+
+
 def _require_layout(weights: Weights, config: ModelConfig, run: RunConfig, tp: int) -> None:
     """What was made has the shapes and dtypes that the step is built for."""
-    shapes = abstract_weights(config, tp)
-    shapes = jax.eval_shape(bind, shapes) if is_bound(run) else shapes
+    shapes = weight_shapes(config, run, tp)
     want = jax.tree.map(lambda a: (a.shape, str(a.dtype)), shapes)
     have = jax.tree.map(lambda a: (a.shape, str(a.dtype)), weights)
     if want != have:

@@ -64,6 +64,8 @@ STAND_INS = (
     (r"--match us_per_layer", "--match us_per_step", "it has one depth of 3 KDA : 1 MLA only"),
     (r"bench layers .*?(?= --json|$)", "bench layers --preset tiny --tp 1 --rows 2 --repeats 1",
      SMALL),
+    (r"bench startup .*?(?= --json|$)", "bench startup --preset tiny --tp 1 --rows 2 --layers 4 "
+     "--calls 15", SMALL),
     (r"bench ops (?!--list)", "bench ops --list ", KERNELS),
     (r" --compare auto,latency_specialized", "", KERNELS),
     (r"(parity .*) --backend latency_specialized", r"\1", KERNELS),

@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 PROGRAMS = {
     "k3": "jax_impl.cli", "python -m parity": "parity.__main__", "python -m bench": "bench.__main__"
 }  # fmt: skip
-COUNTS = {"k3": 6, "python -m parity": 4, "python -m bench": 8}
+COUNTS = {"k3": 6, "python -m parity": 4, "python -m bench": 9}
 # every help text and completion of a program, from one process: parity does not import bench
 TEXTS = """
 import contextlib, importlib, io, json, re, sys
