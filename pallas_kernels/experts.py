@@ -10,7 +10,7 @@ exact for scale bytes 0..254.
 
 Two kernels. `gate_up` makes h = SiTU(W13 x) per *unit*, an expert with up to 8 rows; `down` makes
 W2 h per unit and writes it per (row, expert) pair; the weighted sum over a row's pairs is plain
-jnp, or the third part of the one kernel. An expert that several rows chose is read once per 8 of
+jnp. An expert that several rows chose is read once per 8 of
 its rows: for N <= 8 the eight columns of the tensor core's narrow operand are the rows themselves,
 beyond that the rows of each expert are gathered. Columns do not mix, so a row with NaN spoils its
 own pairs only, and columns that belong to no row may hold anything.
@@ -18,8 +18,8 @@ own pairs only, and columns that belong to no row may hold anything.
 `gate_up` runs a fixed number of CTAs; a work item is 64 rows of one unit's W13 (32 gate rows and
 their 32 up rows), whose K the warpgroups share; one of them, in turn, adds the four sums in a fixed
 order. In `down` an item is a few 64-row tiles of one unit's W2 and belongs to one warpgroup. Both
-keep their TMA rings running across items. As one kernel (`Tuning.one_kernel`) the CTAs meet behind
-each of the two (`meeting`).
+keep their TMA rings running across items. As one kernel (`Tuning.one_kernel`) the CTAs meet between
+the two (`meeting`).
 """
 
 from __future__ import annotations
@@ -58,8 +58,6 @@ class Tuning:
         down_stages: items in flight per warpgroup of down.
         one_kernel: both products in one kernel, all CTAs of which meet between them; `warpgroups`
             serve both. All CTAs must be resident: at most one per multiprocessor.
-        sum_inside: of the one kernel, also the weighted sum, behind another meeting. Off, because
-            it has not run on a GPU.
     """
 
     ctas: int = 132
@@ -69,7 +67,6 @@ class Tuning:
     down_tiles: int = 2
     down_stages: int = 2
     one_kernel: bool = False
-    sum_inside: bool = False
 
 
 def default_tuning(rows: int, width: int, latent: int) -> Tuning:
@@ -126,8 +123,6 @@ def limits(
     common.expect(out, "shape of w13", w13.shape[1:], wanted, w13.shape[1:] == wanted)
     wanted = (experts * tiles2, mxfp4.tile_lines(width), mxfp4.LINE)
     common.expect(out, "shape of w2", w2.shape[1:], wanted, w2.shape[1:] == wanted)
-    ok = not t.sum_inside or z % 128 == 0
-    common.expect(out, "latent width", z, "a multiple of 128 with the sum inside", ok)
     if t.one_kernel:  # or those CTAs that have a place would wait for ever
         cores = common.cores() or t.ctas
         common.expect(out, "CTAs that meet", t.ctas, f"at most {cores}", t.ctas <= cores)
@@ -220,9 +215,7 @@ def experts(
     same: dict[str, Any] = dict(tuning=t, interpret=interpret)
     n, z = latent.shape
     if t.one_kernel and not interpret:
-        r = _both(latent, units, weights, w13, w2, layer, width, betas, t)
-        if t.sum_inside:
-            return r
+        r = _both(latent, units, ids.shape[1], w13, w2, layer, width, betas, t)
     else:
         h = gate_up(latent, units, w13, layer, k=ids.shape[1], width=width, betas=betas, **same)
         r = down(h, units, w2, layer, rows=n, latent=z, **same)
@@ -529,7 +522,7 @@ def _down_body(n: int, pairs: int, z: int, width: int, t: Tuning, wgs: int, inte
             return acc
 
         lax.fori_loop(0, mine, item_step, None)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=not t.sum_inside)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     return body
 
@@ -599,48 +592,18 @@ class Both:
 
 
 def _both(
-    latent: jax.Array, units: Units, weights: jax.Array, w13: jax.Array, w2: jax.Array,
+    latent: jax.Array, units: Units, k: int, w13: jax.Array, w2: jax.Array,
     layer: int | jax.Array, width: int, betas: tuple[float, float], t: Tuning,
 ) -> jax.Array:  # fmt: skip
-    """Both products in one kernel: r [P, Z] bf16, or with `sum_inside` the sum [N, Z] f32."""
+    """Both products in one kernel: r [P, Z] bf16."""
     from jax.experimental import pallas as pl
 
-    n, z = latent.shape
-    both = Both(n, weights.shape[1], z, width, betas, t)
-    out = both.shapes() + [jax.ShapeDtypeStruct((n, z), jnp.float32)] * t.sum_inside
+    both = Both(latent.shape[0], k, latent.shape[1], width, betas, t)
 
-    def body(x, table, shares, a, b, layer, count, h, r, *total, **scratch):
+    def body(x, table, a, b, layer, count, h, r, **scratch):
         met = count.at[pl.ds(1, 1)]
         both.run(x, count, table, a, b, layer, met, h, r, **scratch)
-        if total:
-            meeting.meet(met, 2 * both.arrivals)
-            number = lax.axis_index("wg") * t.ctas + lax.axis_index("cta")
-            _weighted_sum(r, shares, total[0], number, both.arrivals)
 
-    call = common.kernel(body, "k3_experts", out_type=out, **both.grid())
+    call = common.kernel(body, "k3_experts", out_type=both.shapes(), **both.grid())
     count = jax.new_ref(units.count)
-    return call(latent, units.table, weights, w13, w2, common.layer_operand(layer), count)[-1]
-
-
-def _weighted_sum(r: Any, shares: Any, out: Any, first: Any, stride: int) -> None:
-    """A warpgroup's pieces of 128 columns of out f32 [N, Z].
-
-    r bf16 [N k, Z]; shares f32 [N, k]; added in the order of the pairs.
-    """
-    from jax.experimental import pallas as pl
-
-    (n, z), k = out.shape, shares.shape[1]
-    groups = z // 128
-
-    def piece(i, _):
-        item = first + i * stride
-        row, columns = item // groups, pl.ds(lax.rem(item, groups) * 128, 128)
-        total = None
-        for j in range(k):
-            part = r[row * k + j, columns].astype(jnp.float32) * lax.broadcast_in_dim(
-                shares[row, j], (128,), ()
-            )
-            total = part if total is None else total + part
-        out[row, columns] = total
-
-    lax.fori_loop(0, (n * groups - first + stride - 1) // stride, piece, None)
+    return call(latent, units.table, w13, w2, common.layer_operand(layer), count)[-1]
