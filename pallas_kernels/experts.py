@@ -58,6 +58,7 @@ class Tuning:
         down_stages: items in flight per warpgroup of down.
         one_kernel: both products in one kernel, all CTAs of which meet between them; `warpgroups`
             serve both. All CTAs must be resident: at most one per multiprocessor.
+        own_barriers: a warpgroup's warps meet where the bodies say so only (`common.kernel`).
     """
 
     ctas: int = 132
@@ -67,6 +68,7 @@ class Tuning:
     down_tiles: int = 2
     down_stages: int = 2
     one_kernel: bool = False
+    own_barriers: bool = True
 
 
 def default_tuning(rows: int, width: int, latent: int) -> Tuning:
@@ -247,6 +249,7 @@ def gate_up(
         _gate_up_body(n, z, k, width, betas, t, interpret),
         "k3_experts_gate_up",
         interpret=interpret,
+        own_barriers=t.own_barriers,
         out_type=jax.ShapeDtypeStruct((units.table.shape[0], width // HALF, COLUMNS, HALF), bf16),
         grid=(t.ctas,),
         grid_names=("cta",),
@@ -345,6 +348,8 @@ def _gate_up_body(
             y = product(i)
             pl.when(i >= t.finishers)(lambda: plgpu.barrier_wait(free.at[finisher]))
             sums[finisher, wg] = y
+            # each thread arrives for itself behind its own stores, here and at `free` behind its
+            # own reads: the warps need not meet before
             plgpu.barrier_arrive(done.at[finisher])
 
             @pl.when(wg == finisher)
@@ -365,6 +370,7 @@ def _gate_up_body(
                 plgpu.barrier_wait(full.at[at])
                 operand = xs.at[pl.ds(at * (block // 32), block // 32)]
                 acc = mxfp4.multiply(acc, ws.at[at], operand, block, interpret=interpret)
+                # `multiply` has had the warps meet behind their reads of the block
                 pl.when(more)(lambda: issue(following, j))
                 return acc
 
@@ -416,6 +422,7 @@ def down(
         _down_body(rows, pairs, latent, width, t, wgs, interpret),
         "k3_experts_down",
         interpret=interpret,
+        own_barriers=t.own_barriers,
         out_type=jax.ShapeDtypeStruct((pairs, latent), bf16),
         grid=(t.ctas,),
         grid_names=("cta",),
@@ -496,11 +503,12 @@ def _down_body(n: int, pairs: int, z: int, width: int, t: Tuning, wgs: int, inte
             unit, group = item // groups, lax.rem(item, groups)
             slot = wg * depth + lax.rem(i, depth)
             plgpu.barrier_wait(full.at[slot])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # rs is free again
+            # rs is free again, for all warps: they meet behind it
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for tile in range(t.down_tiles):
                 out = rs.at[wg, :, pl.ds(tile * mxfp4.ROWS, mxfp4.ROWS)]
                 common.store(common.tref(out), product(slot, tile).astype(jnp.bfloat16))
-            plgpu.commit_smem()
+            plgpu.commit_smem()  # and here: rs is written, the slot read
             pl.when(i + depth < mine)(lambda: issue(i + depth))
 
             def store(s, _):
@@ -604,6 +612,8 @@ def _both(
         met = count.at[pl.ds(1, 1)]
         both.run(x, count, table, a, b, layer, met, h, r, **scratch)
 
-    call = common.kernel(body, "k3_experts", out_type=both.shapes(), **both.grid())
+    call = common.kernel(
+        body, "k3_experts", own_barriers=t.own_barriers, out_type=both.shapes(), **both.grid()
+    )
     count = jax.new_ref(units.count)
     return call(latent, units.table, w13, w2, common.layer_operand(layer), count)[-1]

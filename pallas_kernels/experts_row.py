@@ -157,7 +157,8 @@ def _build(
         jax.ShapeDtypeStruct((1, d), jnp.float32),
         *both.shapes(),
     ]
-    return common.kernel(_body(both, e, scaling), "k3_experts_row", out_type=out, **cut)
+    body, own = _body(both, e, scaling), t.own_barriers
+    return common.kernel(body, "k3_experts_row", own_barriers=own, out_type=out, **cut)
 
 
 @dataclass(frozen=True)
