@@ -40,7 +40,7 @@ from pallas_kernels.skinny import situ_f32
 from pallas_kernels.units import COLUMNS, Units, plan
 
 
-def _block(latent: int) -> int:
+def block_of(latent: int) -> int:
     """Of K per step of gate_up: 128, or all of a latent of 64."""
     return min(128, latent)
 
@@ -59,6 +59,8 @@ class Tuning:
         one_kernel: both products in one kernel, all CTAs of which meet between them; `warpgroups`
             serve both. All CTAs must be resident: at most one per multiprocessor.
         own_barriers: a warpgroup's warps meet where the bodies say so only (`common.kernel`).
+        pairs: of `experts_row`, whose default it is where it fits: CTAs in pairs that make the
+            weighted sum too (`experts_pairs`).
     """
 
     ctas: int = 132
@@ -69,6 +71,7 @@ class Tuning:
     down_stages: int = 2
     one_kernel: bool = False
     own_barriers: bool = True
+    pairs: bool = False
 
 
 def default_tuning(rows: int, width: int, latent: int) -> Tuning:
@@ -83,7 +86,7 @@ def default_tuning(rows: int, width: int, latent: int) -> Tuning:
         common.SHARED_MEMORY
     ):
         warpgroups -= 1
-    share = math.gcd(latent // _block(latent), 4)
+    share = math.gcd(latent // block_of(latent), 4)
     together = rows <= COLUMNS and latent % 128 == 0
     together &= (common.cores() or Tuning.ctas) >= Tuning.ctas
     one = Tuning(warpgroups=share, down_tiles=tiles, one_kernel=True)
@@ -109,7 +112,7 @@ def limits(
     t = tuning or default_tuning(n, width, z)
     common.expect(out, "rows", n, f"1..{common.MAX_ROWS}", 1 <= n <= common.MAX_ROWS)
     common.expect(out, "dtype of latent", latent.dtype, "bfloat16", latent.dtype == jnp.bfloat16)
-    cut = _block(z) * t.warpgroups
+    cut = block_of(z) * t.warpgroups
     common.expect(out, "latent width", z, f"a multiple of {cut}", z % cut == 0)
     ok = 1 <= t.finishers <= t.warpgroups
     common.expect(out, "finishers", t.finishers, f"1..{t.warpgroups}", ok)
@@ -142,7 +145,7 @@ def shared_bytes(z: int, width: int, t: Tuning) -> int:
 
 
 def _gate_up_bytes(z: int, t: Tuning) -> int:
-    ring = z // _block(z) * mxfp4.tile_lines(_block(z)) * 128
+    ring = z // block_of(z) * mxfp4.tile_lines(block_of(z)) * 128
     return ring + COLUMNS * z * 2 + t.finishers * t.warpgroups * mxfp4.ROWS * COLUMNS * 4 + 1024
 
 
@@ -263,7 +266,7 @@ def gate_up(
 def _gate_up_memory(z: int, t: Tuning) -> dict[str, Any]:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    block = _block(z)
+    block = block_of(z)
     return dict(
         ws=plgpu.SMEM((z // block, mxfp4.tile_lines(block), mxfp4.LINE), jnp.uint32),
         xs=plgpu.SMEM((z // 32, COLUMNS, 32), jnp.bfloat16),
@@ -275,7 +278,7 @@ def _gate_up_barriers(z: int, t: Tuning) -> dict[str, Any]:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     return dict(
-        full=plgpu.Barrier(num_barriers=z // _block(z)),
+        full=plgpu.Barrier(num_barriers=z // block_of(z)),
         done=plgpu.Barrier(num_barriers=t.finishers, num_arrivals=t.warpgroups),
         free=plgpu.Barrier(num_barriers=t.finishers),
     )
@@ -293,7 +296,7 @@ def _gate_up_body(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    wgs, tiles, block = t.warpgroups, width // HALF, _block(z)
+    wgs, tiles, block = t.warpgroups, width // HALF, block_of(z)
     lines = mxfp4.tile_lines(block)
     steps = z // block // wgs  # blocks of an item that one warpgroup takes
     dense = n <= COLUMNS
@@ -356,7 +359,7 @@ def _gate_up_body(
             def _():
                 plgpu.barrier_wait(done.at[finisher])
                 tile = lax.rem(start + i, tiles)
-                h[unit, tile] = _situ_of_sums(sums.at[finisher], wgs, betas)
+                h[unit, tile] = situ_of_sums(sums.at[finisher], wgs, betas)
                 plgpu.barrier_arrive(free.at[finisher])
 
             return unit
@@ -383,7 +386,7 @@ def _gate_up_body(
     return body
 
 
-def _situ_of_sums(sums: Any, wgs: int, betas: tuple[float, float]) -> jax.Array:
+def situ_of_sums(sums: Any, wgs: int, betas: tuple[float, float]) -> jax.Array:
     """SiTU of one tile, [8, 32] bf16, from the warpgroups' sums f32 [warpgroups, 64, 8]."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -554,6 +557,10 @@ class Both:
     def arrivals(self) -> int:
         """Of a meeting: all warpgroups of all CTAs."""
         return self.t.ctas * self.t.warpgroups
+
+    def cta(self) -> Any:
+        """Number of this CTA in the grid."""
+        return lax.axis_index("cta")
 
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
         """Of h and r, as the two kernels have them."""
