@@ -220,7 +220,7 @@ def _body(form: Both | Pairs, e: int, scaling: float) -> Any:
         which = layer[0]
 
         def choose():
-            own, selection = logits[0], bias[which]
+            own, selection = map(topk_registers.load, (logits.at[0], bias.at[which]))
             topk_registers.rank(1 + jnp.exp(-own), selection, words, k)
             if not isinstance(form, Pairs):
                 weigh()

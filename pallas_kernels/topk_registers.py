@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import common
@@ -239,6 +240,31 @@ def _where(experts: int, k: int, turn: int, rounds: int) -> dict[str, int]:
     places = places_of(experts, k, rounds)
     where = {name.upper(): value for name, value in places._asdict().items()}
     return where | {"CHOSEN": places.chosen + 4 * turn * k}
+
+
+def load(row: Any) -> jax.Array:
+    """A global row f32 [E] as `rank` takes it, all of it asked for where this stands.
+
+    An ordinary load of several numbers is moved to where each is used: `rank` would wait for
+    memory once per number.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    shape = row.shape
+    layout = plgpu.Layout.WG_STRIDED(shape, vec_size=1)
+    out = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout)
+
+    def code(_: Any, ref: Any) -> Any:
+        reg, frag = common.Registers(), layout.to_mgpu()
+        at = reg.wide_add(reg.global_address(ref), reg.mul(reg.thread(), 4))
+        registers = np.empty(frag.registers_shape(shape), dtype=object)
+        for i in range(registers.size):
+            text = f"ld.global.nc.b32 $0, [$1+{512 * i}];"
+            (word,) = reg.ptx(text, at, results=1, volatile=True)
+            registers.flat[i] = reg.as_type(word, frag.registers_element_type(reg.f32))
+        return reg.fa.FragmentedArray(_registers=registers, _layout=frag, _is_signed=None)
+
+    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=out)(code)(row)
 
 
 def rank(
