@@ -12,12 +12,13 @@ CTA, those of the second one by a mailbox. So nothing has to pass through global
 and no second meeting of all CTAs is needed.
 
 A warpgroup asks for its tiles of W2 as soon as it has multiplied the blocks of W13 that lay in
-their place: they are there before h is, and no longer stand in front of the looks at the counter.
+their place: they are in its registers before h is there, and do not stand in front of the looks at
+the counter. Of h it needs one column of eight, which goes straight from global memory to registers.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -77,7 +78,7 @@ class Pairs:
     def shared_bytes(self, words: int) -> int:
         """Of one CTA, `words` i32 of the choice included."""
         wgs, m = self.t.warpgroups, mxfp4.ROWS
-        ring = wgs * (self.lines * 128 + self.per * COLUMNS * self.width * 2)
+        ring = wgs * self.lines * 128
         sums = wgs * m * COLUMNS * 4 + CTAS * wgs * m * 4
         return ring + COLUMNS * self.latent * 2 + sums + 4 * words + 2048
 
@@ -100,12 +101,11 @@ class Pairs:
             ws=plgpu.SMEM((wgs, self.lines, mxfp4.LINE), jnp.uint32),
             xs=plgpu.SMEM((z // 32, COLUMNS, 32), bf16),
             sums=plgpu.SMEM((wgs, mxfp4.ROWS, COLUMNS), f32),
-            hs=plgpu.SMEM((wgs * self.per, self.width // HALF, COLUMNS, HALF), bf16),
             parts=plgpu.SMEM((CTAS * wgs, mxfp4.ROWS), f32),
             mail=mailbox.scratch(1),
             full=plgpu.Barrier(num_barriers=wgs * self.steps),
             done=plgpu.Barrier(num_barriers=1, num_arrivals=wgs),
-            full_down=plgpu.Barrier(num_barriers=wgs, num_arrivals=self.per + 1),
+            full_down=plgpu.Barrier(num_barriers=wgs, num_arrivals=self.per),
             weighed=plgpu.Barrier(num_barriers=1),
             summed=plgpu.Barrier(num_barriers=1, num_arrivals=wgs),
         )
@@ -116,7 +116,7 @@ class Pairs:
 
     def run(
         self, table: Any, a: Any, b: Any, which: Any, met: Any, h: Any, total: Any, shares: Any, *,
-        ws: Any, xs: Any, sums: Any, hs: Any, parts: Any, mail: Any,
+        ws: Any, xs: Any, sums: Any, parts: Any, mail: Any,
         full: Any, done: Any, full_down: Any, weighed: Any, summed: Any,
         prepare: Callable[..., None], weigh: Callable[[], None],
     ) -> None:  # fmt: skip
@@ -158,8 +158,10 @@ class Pairs:
         @pl.when(has_tile)
         def _():
             plgpu.barrier_wait(weighed.at[0])
-            meeting.wait(met, self.chosen * (self.width // HALF))
-            self._down(wg, first, h, ws, hs, shares, parts, mail, full_down)
+            plgpu.barrier_wait(full_down.at[wg])
+            down = _Down(self.per, self.width, self.chosen * (self.width // HALF))
+            own, member = pl.ds(first, self.per), half * t.warpgroups + wg
+            down.run(ws.at[wg], met, h.at[own], shares.at[own], parts.at[member], mail)
             plgpu.barrier_arrive(summed.at[0])
 
             @pl.when((half == 0) & (wg == 0))
@@ -218,32 +220,7 @@ class Pairs:
             plgpu.barrier_wait(done.at[0])
             made = experts.situ_of_sums(sums, self.t.warpgroups, self.betas)
             h[item // tiles, lax.rem(item, tiles)] = made
-            meeting.arrive(met)  # its warps meet behind their stores
-
-    def _down(
-        self, wg: Any, first: Any, h: Any, ws: Any, hs: Any, shares: Any, parts: Any, mail: Any,
-        full: Any,
-    ) -> None:  # fmt: skip
-        """This warpgroup's experts: their products, weighted and added, to `parts`."""
-        from jax.experimental import pallas as pl
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
-        width, lines = self.width, mxfp4.tile_lines(self.width)
-        mine = pl.ds(wg * self.per, self.per)
-        plgpu.copy_gmem_to_smem(h.at[pl.ds(first, self.per)], hs.at[mine], full.at[wg])
-        plgpu.barrier_wait(full.at[wg])
-        products = []
-        for s in range(self.per):
-            acc = mxfp4.zeros()
-            for k0 in range(0, width, 128):
-                size = min(128, width - k0)
-                start, count = (n // 64 * mxfp4.TAIL_LINES for n in (k0, size))
-                weights = ws.at[wg, pl.ds(s * lines + start, count)]
-                operand = hs.at[wg * self.per + s, pl.ds(k0 // 32, size // 32)]
-                acc = mxfp4.multiply(acc, weights, operand, size, interpret=False)
-            products.append(acc)
-        member = lax.axis_index("half") * self.t.warpgroups + wg
-        _add(products, shares.at[pl.ds(first, self.per)], parts.at[member], mail)
+            meeting.arrive(met, copied=False)  # its warps meet behind their stores
 
 
 # $0 a product $1, rounded to bf16, times the weight at $2
@@ -256,6 +233,27 @@ mov.b16 zero, 0;
 cvt.rn.bf16.f32 rounded, $1;
 mov.b32 value, {zero, rounded};
 mul.rn.f32 $0, value, weight;
+}
+"""
+# $0..$3 the lane's part of 32 numbers of h: column 0, which four lanes have, and else zeros;
+# $4 lane, $5 place of the 32
+_LOAD_H = """
+{
+.reg .pred mine;
+.reg .b32 v0, v1, v2, v3;
+.reg .b64 at;
+setp.lt.u32 mine, $4, 4;
+mov.b32 v0, 0;
+mov.b32 v1, 0;
+mov.b32 v2, 0;
+mov.b32 v3, 0;
+mul.wide.u32 at, $4, 16;
+add.u64 at, at, $5;
+@mine ld.global.v4.b32 {v0, v1, v2, v3}, [at+OFFSET];
+mov.b32 $0, v0;
+mov.b32 $1, v1;
+mov.b32 $2, v2;
+mov.b32 $3, v3;
 }
 """
 # Column 0 is that of the row, which every fourth lane has. $0, $1 the sums of its rows g and g + 8
@@ -304,28 +302,65 @@ READY:
 """
 
 
-def _add(products: Sequence[jax.Array], shares: Any, part: Any, mail: Any) -> None:
-    """The first columns of products f32 [64, 8], weighted and added, to `part` of the first CTA."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
+@dataclass(frozen=True)
+class _Down:
+    """A warpgroup's experts from their tiles of W2 to what they add to the total, in registers."""
 
-    def code(_: Any, weights: Any, places: Any, box: Any, *fragments: Any) -> None:
+    per: int
+    width: int
+    arrivals: int  # at the meeting behind which h is there
+
+    def run(self, ws: Any, met: Any, h: Any, shares: Any, part: Any, mail: Any) -> None:
+        """Experts' tiles `ws`, h [per, ..] and weights; the sums go to `part` of the first CTA."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        call = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 6)
+        call(self._code)(ws, met, h, shares, part, mail)
+
+    def _code(self, _: Any, ws: Any, met: Any, h: Any, shares: Any, part: Any, mail: Any) -> None:
         reg = common.Registers()
-        at, sums = reg.shared_address(weights), []
-        for half in (0, 1):  # of a lane's rows
-            value = None
-            for s, fragment in enumerate(fragments):
-                number = reg.pair(fragment.registers.reshape(2)[half])[0]
-                place = reg.add(at, 4 * s)
-                # volatile: the weights have come by way of a barrier
-                one = dict(results=1, kind=reg.f32, volatile=True)
-                (term,) = reg.ptx(_WEIGHTED, number, place, **one)
-                value = term if value is None else reg.arith.addf(value, term)
-            sums.append(value)
-        to = reg.shared_address(places), reg.shared_address(box)
-        reg.ptx(_TELL, *sums, reg.thread(), *to, volatile=True)
+        blocks = self._blocks(reg, reg.shared_address(ws))
+        meeting.look(reg, met, self.arrivals)
+        operands, at = self._operands(reg, reg.global_address(h)), reg.shared_address(shares)
+        totals: list[Any] = []
+        for s in range(self.per):
+            zero = reg.arith.constant(reg.f32, reg.ir.FloatAttr.get(reg.f32, 0.0))
+            sums, words = [zero] * 4, iter(operands[s])
+            for block in blocks[s]:
+                sums = mxfp4.multiply_block(reg, block, lambda _, words=words: next(words), sums)
+            # of the rows g and g + 8, the first of the lane's two columns; volatile, as the
+            # weights have come by way of a barrier
+            place = reg.add(at, 4 * s)
+            terms = [
+                reg.ptx(_WEIGHTED, sums[i], place, results=1, kind=reg.f32, volatile=True)[0]
+                for i in (0, 2)
+            ]
+            so_far = totals or [None] * len(terms)
+            pairs = zip(so_far, terms, strict=True)
+            totals = [b if a is None else reg.arith.addf(a, b) for a, b in pairs]
+        to = reg.shared_address(part), reg.shared_address(mail)
+        reg.ptx(_TELL, *totals, reg.thread(), *to, volatile=True)
 
-    types = *(plgpu.RefType(),) * 3, *(plgpu.Layout.WGMMA for _ in products)
-    plgpu.inline_mgpu(arg_types=types)(code)(shares, part, mail, *products)
+    def _blocks(self, reg: common.Registers, base: Any) -> list[list[mxfp4.Block]]:
+        """Of each expert's tile the blocks."""
+        lines, starts = mxfp4.tile_lines, range(0, self.width, 128)
+
+        def one(s: int, k0: int) -> mxfp4.Block:
+            at = reg.add(base, (s * lines(self.width) + lines(k0)) * 4 * mxfp4.LINE)
+            return mxfp4.load_block(reg, at, min(128, self.width - k0))
+
+        return [[one(s, k0) for k0 in starts] for s in range(self.per)]
+
+    def _operands(self, reg: common.Registers, base: Any) -> list[list[Any]]:
+        """Of each expert the lane's part of h, 32 numbers after the other."""
+        lane = reg.ptx("and.b32 $0, $1, 31;", reg.thread(), results=1)[0]
+        groups = self.width // 32
+
+        def one(number: int) -> Any:
+            text = _LOAD_H.replace("OFFSET", str(2 * COLUMNS * 32 * number))
+            return reg.ptx(text, lane, base, results=4, volatile=True)
+
+        return [[one(s * groups + i) for i in range(groups)] for s in range(self.per)]
 
 
 def _finish(parts: Any, out: Any) -> None:
