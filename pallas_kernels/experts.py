@@ -386,18 +386,21 @@ def _gate_up_body(
     return body
 
 
-def situ_of_sums(sums: Any, wgs: int, betas: tuple[float, float]) -> jax.Array:
-    """SiTU of one tile, [8, 32] bf16, from the warpgroups' sums f32 [warpgroups, 64, 8]."""
+def situ_of_sums(
+    sums: Any, wgs: int, betas: tuple[float, float], columns: int = COLUMNS
+) -> jax.Array:
+    """SiTU of one tile, [columns, 32] bf16, from the warpgroups' sums f32 [warpgroups, 64, 8].
+
+    Of the first columns, 4 or 8.
+    """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    layout = plgpu.Layout.WG_STRIDED((COLUMNS, HALF), vec_size=1)
+    layout, some = plgpu.Layout.WG_STRIDED((columns, HALF), vec_size=1), pl.ds(0, columns)
 
     def total(first: int) -> jax.Array:
-        parts = [
-            plgpu.load(common.tref(sums.at[g, pl.ds(first, HALF)]), layout=layout, optimized=False)
-            for g in range(wgs)
-        ]
+        places = [sums.at[g, pl.ds(first, HALF), some] for g in range(wgs)]
+        parts = [plgpu.load(common.tref(place), layout=layout, optimized=False) for place in places]
         return sum(parts[1:], parts[0]).astype(jnp.bfloat16).astype(jnp.float32)
 
     # a power of two: rounding before or after is the same

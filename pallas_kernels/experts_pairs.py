@@ -33,6 +33,8 @@ from pallas_kernels.experts_pack import HALF
 from pallas_kernels.units import COLUMNS
 
 CTAS = 2  # of a pair
+_MADE = 4  # columns of h, of which the first is the row's: one number per thread
+_MOST = 512  # experts of a warpgroup times their width: W2 and h have to fit into registers
 
 
 @dataclass(frozen=True)
@@ -68,6 +70,8 @@ class Pairs:
         wgs, limit = CTAS * t.warpgroups, common.SHARED_MEMORY
         ok = self.chosen % wgs == 0
         common.expect(out, "chosen experts in pairs", self.chosen, f"a multiple of {wgs}", ok)
+        held = self.per * self.width
+        common.expect(out, "numbers of a warpgroup", held, f"at most {_MOST}", held <= _MOST)
         common.expect(out, "CTAs in pairs", t.ctas, "an even number", t.ctas % CTAS == 0)
         pairs = t.ctas // CTAS
         common.expect(out, "tiles of the latent", tiles, f"at most {pairs} pairs", tiles <= pairs)
@@ -218,8 +222,8 @@ class Pairs:
         @pl.when(wg == 0)
         def _():
             plgpu.barrier_wait(done.at[0])
-            made = experts.situ_of_sums(sums, self.t.warpgroups, self.betas)
-            h[item // tiles, lax.rem(item, tiles)] = made
+            made = experts.situ_of_sums(sums, self.t.warpgroups, self.betas, _MADE)
+            h[item // tiles, lax.rem(item, tiles), pl.ds(0, _MADE)] = made
             meeting.arrive(met, copied=False)  # its warps meet behind their stores
 
 
