@@ -10,7 +10,7 @@ exact for scale bytes 0..254.
 
 Two kernels. `gate_up` makes h = SiTU(W13 x) per *unit*, an expert with up to 8 rows; `down` makes
 W2 h per unit and writes it per (row, expert) pair; the weighted sum over a row's pairs is plain
-jnp, or the third part of the one kernel. An expert that several rows chose is read once per 8 of
+jnp. An expert that several rows chose is read once per 8 of
 its rows: for N <= 8 the eight columns of the tensor core's narrow operand are the rows themselves,
 beyond that the rows of each expert are gathered. Columns do not mix, so a row with NaN spoils its
 own pairs only, and columns that belong to no row may hold anything.
@@ -18,8 +18,8 @@ own pairs only, and columns that belong to no row may hold anything.
 `gate_up` runs a fixed number of CTAs; a work item is 64 rows of one unit's W13 (32 gate rows and
 their 32 up rows), whose K the warpgroups share; one of them, in turn, adds the four sums in a fixed
 order. In `down` an item is a few 64-row tiles of one unit's W2 and belongs to one warpgroup. Both
-keep their TMA rings running across items. As one kernel (`Tuning.one_kernel`) the CTAs meet behind
-each of the two (`meeting`).
+keep their TMA rings running across items. As one kernel (`Tuning.one_kernel`) the CTAs meet between
+the two (`meeting`).
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from pallas_kernels.skinny import situ_f32
 from pallas_kernels.units import COLUMNS, Units, plan
 
 
-def _block(latent: int) -> int:
+def block_of(latent: int) -> int:
     """Of K per step of gate_up: 128, or all of a latent of 64."""
     return min(128, latent)
 
@@ -58,8 +58,9 @@ class Tuning:
         down_stages: items in flight per warpgroup of down.
         one_kernel: both products in one kernel, all CTAs of which meet between them; `warpgroups`
             serve both. All CTAs must be resident: at most one per multiprocessor.
-        sum_inside: of the one kernel, also the weighted sum, behind another meeting. Off, because
-            it has not run on a GPU.
+        own_barriers: a warpgroup's warps meet where the bodies say so only (`common.kernel`).
+        pairs: of `experts_row`, whose default it is where it fits: CTAs in pairs that make the
+            weighted sum too (`experts_pairs`).
     """
 
     ctas: int = 132
@@ -69,7 +70,8 @@ class Tuning:
     down_tiles: int = 2
     down_stages: int = 2
     one_kernel: bool = False
-    sum_inside: bool = False
+    own_barriers: bool = True
+    pairs: bool = False
 
 
 def default_tuning(rows: int, width: int, latent: int) -> Tuning:
@@ -84,7 +86,7 @@ def default_tuning(rows: int, width: int, latent: int) -> Tuning:
         common.SHARED_MEMORY
     ):
         warpgroups -= 1
-    share = math.gcd(latent // _block(latent), 4)
+    share = math.gcd(latent // block_of(latent), 4)
     together = rows <= COLUMNS and latent % 128 == 0
     together &= (common.cores() or Tuning.ctas) >= Tuning.ctas
     one = Tuning(warpgroups=share, down_tiles=tiles, one_kernel=True)
@@ -110,7 +112,7 @@ def limits(
     t = tuning or default_tuning(n, width, z)
     common.expect(out, "rows", n, f"1..{common.MAX_ROWS}", 1 <= n <= common.MAX_ROWS)
     common.expect(out, "dtype of latent", latent.dtype, "bfloat16", latent.dtype == jnp.bfloat16)
-    cut = _block(z) * t.warpgroups
+    cut = block_of(z) * t.warpgroups
     common.expect(out, "latent width", z, f"a multiple of {cut}", z % cut == 0)
     ok = 1 <= t.finishers <= t.warpgroups
     common.expect(out, "finishers", t.finishers, f"1..{t.warpgroups}", ok)
@@ -126,8 +128,6 @@ def limits(
     common.expect(out, "shape of w13", w13.shape[1:], wanted, w13.shape[1:] == wanted)
     wanted = (experts * tiles2, mxfp4.tile_lines(width), mxfp4.LINE)
     common.expect(out, "shape of w2", w2.shape[1:], wanted, w2.shape[1:] == wanted)
-    ok = not t.sum_inside or z % 128 == 0
-    common.expect(out, "latent width", z, "a multiple of 128 with the sum inside", ok)
     if t.one_kernel:  # or those CTAs that have a place would wait for ever
         cores = common.cores() or t.ctas
         common.expect(out, "CTAs that meet", t.ctas, f"at most {cores}", t.ctas <= cores)
@@ -145,7 +145,7 @@ def shared_bytes(z: int, width: int, t: Tuning) -> int:
 
 
 def _gate_up_bytes(z: int, t: Tuning) -> int:
-    ring = z // _block(z) * mxfp4.tile_lines(_block(z)) * 128
+    ring = z // block_of(z) * mxfp4.tile_lines(block_of(z)) * 128
     return ring + COLUMNS * z * 2 + t.finishers * t.warpgroups * mxfp4.ROWS * COLUMNS * 4 + 1024
 
 
@@ -220,9 +220,7 @@ def experts(
     same: dict[str, Any] = dict(tuning=t, interpret=interpret)
     n, z = latent.shape
     if t.one_kernel and not interpret:
-        r = _both(latent, units, weights, w13, w2, layer, width, betas, t)
-        if t.sum_inside:
-            return r
+        r = _both(latent, units, ids.shape[1], w13, w2, layer, width, betas, t)
     else:
         h = gate_up(latent, units, w13, layer, k=ids.shape[1], width=width, betas=betas, **same)
         r = down(h, units, w2, layer, rows=n, latent=z, **same)
@@ -254,6 +252,7 @@ def gate_up(
         _gate_up_body(n, z, k, width, betas, t, interpret),
         "k3_experts_gate_up",
         interpret=interpret,
+        own_barriers=t.own_barriers,
         out_type=jax.ShapeDtypeStruct((units.table.shape[0], width // HALF, COLUMNS, HALF), bf16),
         grid=(t.ctas,),
         grid_names=("cta",),
@@ -267,7 +266,7 @@ def gate_up(
 def _gate_up_memory(z: int, t: Tuning) -> dict[str, Any]:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    block = _block(z)
+    block = block_of(z)
     return dict(
         ws=plgpu.SMEM((z // block, mxfp4.tile_lines(block), mxfp4.LINE), jnp.uint32),
         xs=plgpu.SMEM((z // 32, COLUMNS, 32), jnp.bfloat16),
@@ -279,7 +278,7 @@ def _gate_up_barriers(z: int, t: Tuning) -> dict[str, Any]:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     return dict(
-        full=plgpu.Barrier(num_barriers=z // _block(z)),
+        full=plgpu.Barrier(num_barriers=z // block_of(z)),
         done=plgpu.Barrier(num_barriers=t.finishers, num_arrivals=t.warpgroups),
         free=plgpu.Barrier(num_barriers=t.finishers),
     )
@@ -297,7 +296,7 @@ def _gate_up_body(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    wgs, tiles, block = t.warpgroups, width // HALF, _block(z)
+    wgs, tiles, block = t.warpgroups, width // HALF, block_of(z)
     lines = mxfp4.tile_lines(block)
     steps = z // block // wgs  # blocks of an item that one warpgroup takes
     dense = n <= COLUMNS
@@ -352,13 +351,15 @@ def _gate_up_body(
             y = product(i)
             pl.when(i >= t.finishers)(lambda: plgpu.barrier_wait(free.at[finisher]))
             sums[finisher, wg] = y
+            # each thread arrives for itself behind its own stores, here and at `free` behind its
+            # own reads: the warps need not meet before
             plgpu.barrier_arrive(done.at[finisher])
 
             @pl.when(wg == finisher)
             def _():
                 plgpu.barrier_wait(done.at[finisher])
                 tile = lax.rem(start + i, tiles)
-                h[unit, tile] = _situ_of_sums(sums.at[finisher], wgs, betas)
+                h[unit, tile] = situ_of_sums(sums.at[finisher], wgs, betas)
                 plgpu.barrier_arrive(free.at[finisher])
 
             return unit
@@ -372,6 +373,7 @@ def _gate_up_body(
                 plgpu.barrier_wait(full.at[at])
                 operand = xs.at[pl.ds(at * (block // 32), block // 32)]
                 acc = mxfp4.multiply(acc, ws.at[at], operand, block, interpret=interpret)
+                # `multiply` has had the warps meet behind their reads of the block
                 pl.when(more)(lambda: issue(following, j))
                 return acc
 
@@ -384,18 +386,21 @@ def _gate_up_body(
     return body
 
 
-def _situ_of_sums(sums: Any, wgs: int, betas: tuple[float, float]) -> jax.Array:
-    """SiTU of one tile, [8, 32] bf16, from the warpgroups' sums f32 [warpgroups, 64, 8]."""
+def situ_of_sums(
+    sums: Any, wgs: int, betas: tuple[float, float], columns: int = COLUMNS
+) -> jax.Array:
+    """SiTU of one tile, [columns, 32] bf16, from the warpgroups' sums f32 [warpgroups, 64, 8].
+
+    Of the first columns, 4 or 8.
+    """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    layout = plgpu.Layout.WG_STRIDED((COLUMNS, HALF), vec_size=1)
+    layout, some = plgpu.Layout.WG_STRIDED((columns, HALF), vec_size=1), pl.ds(0, columns)
 
     def total(first: int) -> jax.Array:
-        parts = [
-            plgpu.load(common.tref(sums.at[g, pl.ds(first, HALF)]), layout=layout, optimized=False)
-            for g in range(wgs)
-        ]
+        places = [sums.at[g, pl.ds(first, HALF), some] for g in range(wgs)]
+        parts = [plgpu.load(common.tref(place), layout=layout, optimized=False) for place in places]
         return sum(parts[1:], parts[0]).astype(jnp.bfloat16).astype(jnp.float32)
 
     # a power of two: rounding before or after is the same
@@ -423,6 +428,7 @@ def down(
         _down_body(rows, pairs, latent, width, t, wgs, interpret),
         "k3_experts_down",
         interpret=interpret,
+        own_barriers=t.own_barriers,
         out_type=jax.ShapeDtypeStruct((pairs, latent), bf16),
         grid=(t.ctas,),
         grid_names=("cta",),
@@ -503,11 +509,12 @@ def _down_body(n: int, pairs: int, z: int, width: int, t: Tuning, wgs: int, inte
             unit, group = item // groups, lax.rem(item, groups)
             slot = wg * depth + lax.rem(i, depth)
             plgpu.barrier_wait(full.at[slot])
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # rs is free again
+            # rs is free again, for all warps: they meet behind it
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             for tile in range(t.down_tiles):
                 out = rs.at[wg, :, pl.ds(tile * mxfp4.ROWS, mxfp4.ROWS)]
                 common.store(common.tref(out), product(slot, tile).astype(jnp.bfloat16))
-            plgpu.commit_smem()
+            plgpu.commit_smem()  # and here: rs is written, the slot read
             pl.when(i + depth < mine)(lambda: issue(i + depth))
 
             def store(s, _):
@@ -529,7 +536,7 @@ def _down_body(n: int, pairs: int, z: int, width: int, t: Tuning, wgs: int, inte
             return acc
 
         lax.fori_loop(0, mine, item_step, None)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=not t.sum_inside)
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     return body
 
@@ -553,6 +560,10 @@ class Both:
     def arrivals(self) -> int:
         """Of a meeting: all warpgroups of all CTAs."""
         return self.t.ctas * self.t.warpgroups
+
+    def cta(self) -> Any:
+        """Number of this CTA in the grid."""
+        return lax.axis_index("cta")
 
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
         """Of h and r, as the two kernels have them."""
@@ -599,48 +610,20 @@ class Both:
 
 
 def _both(
-    latent: jax.Array, units: Units, weights: jax.Array, w13: jax.Array, w2: jax.Array,
+    latent: jax.Array, units: Units, k: int, w13: jax.Array, w2: jax.Array,
     layer: int | jax.Array, width: int, betas: tuple[float, float], t: Tuning,
 ) -> jax.Array:  # fmt: skip
-    """Both products in one kernel: r [P, Z] bf16, or with `sum_inside` the sum [N, Z] f32."""
+    """Both products in one kernel: r [P, Z] bf16."""
     from jax.experimental import pallas as pl
 
-    n, z = latent.shape
-    both = Both(n, weights.shape[1], z, width, betas, t)
-    out = both.shapes() + [jax.ShapeDtypeStruct((n, z), jnp.float32)] * t.sum_inside
+    both = Both(latent.shape[0], k, latent.shape[1], width, betas, t)
 
-    def body(x, table, shares, a, b, layer, count, h, r, *total, **scratch):
+    def body(x, table, a, b, layer, count, h, r, **scratch):
         met = count.at[pl.ds(1, 1)]
         both.run(x, count, table, a, b, layer, met, h, r, **scratch)
-        if total:
-            meeting.meet(met, 2 * both.arrivals)
-            number = lax.axis_index("wg") * t.ctas + lax.axis_index("cta")
-            _weighted_sum(r, shares, total[0], number, both.arrivals)
 
-    call = common.kernel(body, "k3_experts", out_type=out, **both.grid())
+    call = common.kernel(
+        body, "k3_experts", own_barriers=t.own_barriers, out_type=both.shapes(), **both.grid()
+    )
     count = jax.new_ref(units.count)
-    return call(latent, units.table, weights, w13, w2, common.layer_operand(layer), count)[-1]
-
-
-def _weighted_sum(r: Any, shares: Any, out: Any, first: Any, stride: int) -> None:
-    """A warpgroup's pieces of 128 columns of out f32 [N, Z].
-
-    r bf16 [N k, Z]; shares f32 [N, k]; added in the order of the pairs.
-    """
-    from jax.experimental import pallas as pl
-
-    (n, z), k = out.shape, shares.shape[1]
-    groups = z // 128
-
-    def piece(i, _):
-        item = first + i * stride
-        row, columns = item // groups, pl.ds(lax.rem(item, groups) * 128, 128)
-        total = None
-        for j in range(k):
-            part = r[row * k + j, columns].astype(jnp.float32) * lax.broadcast_in_dim(
-                shares[row, j], (128,), ()
-            )
-            total = part if total is None else total + part
-        out[row, columns] = total
-
-    lax.fori_loop(0, (n * groups - first + stride - 1) // stride, piece, None)
+    return call(latent, units.table, w13, w2, common.layer_operand(layer), count)[-1]

@@ -5,16 +5,17 @@
     routed f32 [1, Z] as from `experts`; ids i32 [1, k], weights f32 [1, k] as from `topk`
     beside f32 [1, D] = hidden shared^T, exact products and f32 sums
 
-One kernel and the weighted sum, in place of `topk` and `experts`, with their rounding. One row's
-choice is so little work that every CTA makes it for itself, by its last warpgroup, while the others
-bring x into place; what it chose stays in shared memory. In `gate_up` one row has fewer items than
-there are CTAs: those without one make the product beside, a tile per warpgroup, straight from
-global memory (`row_product`).
+One kernel, in place of `topk` and `experts`, with their rounding. One row's choice is so little
+work that every CTA makes it for itself, by its last warpgroup, while the others bring x into place;
+what it chose stays in shared memory. In `gate_up` one row has fewer items than there are CTAs:
+those without one make the product beside, a tile per warpgroup, straight from global memory
+(`row_product`). The weighted sum is in the kernel where CTAs go in pairs (`experts_pairs`), which
+is the default where it fits; otherwise it is XLA's, behind it.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from jax import lax
 from pallas_kernels import common, experts, meeting, row_product, topk, topk_registers
 from pallas_kernels.experts import Both, Tuning
 from pallas_kernels.experts_pack import HALF
+from pallas_kernels.experts_pairs import Pairs
 from pallas_kernels.experts_stage import stage
 from pallas_kernels.units import COLUMNS
 
@@ -48,18 +50,25 @@ class Found(NamedTuple):
     weights: jax.Array  # f32 [1, k]
 
 
+def default_tuning(experts_: int, k: int, width: int, latent: int) -> Tuning:
+    """That of `experts` for one row, with CTAs in pairs where that fits."""
+    t = experts.default_tuning(1, width, latent)
+    words = topk_registers.scratch_words(experts_, k, 1)
+    fits = t.one_kernel and not Pairs(k, latent, width, (0.0, 0.0), t).limits(words)
+    return replace(t, pairs=fits)
+
+
 def limits(
     row: Row, w13: jax.Array, w2: jax.Array, *, k: int, width: int, tuning: Tuning | None = None
 ) -> list[str]:
     """Unmet conditions, each with what was found and what is expected."""
     (n, z), e, (_, d, m) = row.latent.shape, row.bias.shape[-1], row.shared.shape
-    t = tuning or experts.default_tuning(n, width, z)
+    t = tuning or default_tuning(e, k, width, z)
     ids = jax.ShapeDtypeStruct((n, k), jnp.int32)
     out = experts.limits(row.latent, ids, w13, w2, width=width, tuning=t)
     out += topk.limits(row.logits, row.bias, k=k)
     common.expect(out, "rows", n, "1", n == 1)
-    form = t.one_kernel, t.sum_inside
-    common.expect(out, "one_kernel, sum_inside", form, "True, False", form == (True, False))
+    common.expect(out, "one_kernel", t.one_kernel, "True", t.one_kernel)
     common.expect(out, "experts", e, f"a multiple of {topk.LANES}", e % topk.LANES == 0)
     items = k * (width // HALF)
     common.expect(out, "tiles of W13", items, f"fewer than {t.ctas} CTAs", items < t.ctas)
@@ -71,8 +80,10 @@ def limits(
     wanted = f"a multiple of {group}, at most {row_product.MOST}"
     ok = m % group == 0 and m <= row_product.MOST
     common.expect(out, "columns of shared", m, wanted, ok)
-    used = experts.shared_bytes(z, width, t) + 4 * topk_registers.scratch_words(e, k, 1)
-    limit = common.SHARED_MEMORY
+    words = topk_registers.scratch_words(e, k, 1)
+    if t.pairs:
+        return out + Pairs(k, z, width, (0.0, 0.0), t).limits(words)
+    used, limit = experts.shared_bytes(z, width, t) + 4 * words, common.SHARED_MEMORY
     common.expect(out, "shared memory", used, f"at most {limit} bytes", used <= limit)
     return out
 
@@ -121,7 +132,7 @@ def experts_row(
         ValueError: `limits` are not met.
     """
     common.require(limits(row, w13, w2, k=k, width=width, tuning=tuning), "experts_row")
-    t = tuning or experts.default_tuning(1, width, row.latent.shape[1])
+    t = tuning or default_tuning(row.bias.shape[1], k, width, row.latent.shape[1])
     if interpret:
         beside = row.hidden, row.shared
         found = topk.topk(
@@ -135,8 +146,9 @@ def experts_row(
         return Found(routed, found.shared, found.ids, found.weights)
     call = _build(row, k, scaling, width, betas, t)
     held = jax.new_ref(counters)
-    ids, weights, shared, _, r = call(*row, w13, w2, common.layer_operand(layer), held)
-    return Found(experts.weighted_sum(r, weights), shared, ids, weights)
+    ids, weights, shared, _, last = call(*row, w13, w2, common.layer_operand(layer), held)
+    routed = last if t.pairs else experts.weighted_sum(last, weights)
+    return Found(routed, shared, ids, weights)
 
 
 def _build(
@@ -145,8 +157,8 @@ def _build(
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     z, e, d = row.latent.shape[1], row.bias.shape[1], row.shared.shape[1]
-    both = Both(1, k, z, width, betas, t)
-    cut = both.grid()
+    form = Pairs(k, z, width, betas, t) if t.pairs else Both(1, k, z, width, betas, t)
+    cut = form.grid()
     words = topk_registers.scratch_words(e, k, 1)
     cut["scratch_types"] |= dict(
         words=plgpu.SMEM((words,), jnp.int32),
@@ -156,9 +168,10 @@ def _build(
         jax.ShapeDtypeStruct((1, k), jnp.int32),
         jax.ShapeDtypeStruct((1, k), jnp.float32),
         jax.ShapeDtypeStruct((1, d), jnp.float32),
-        *both.shapes(),
+        *form.shapes(),
     ]
-    return common.kernel(_body(both, e, scaling), "k3_experts_row", out_type=out, **cut)
+    body, own = _body(form, e, scaling), t.own_barriers
+    return common.kernel(body, "k3_experts_row", own_barriers=own, out_type=out, **cut)
 
 
 @dataclass(frozen=True)
@@ -175,13 +188,13 @@ class _OnlyRow:
         return self.words[self.first + unit] if field == 0 else jnp.int32(1)
 
 
-def _body(both: Both, e: int, scaling: float) -> Any:
+def _body(form: Both | Pairs, e: int, scaling: float) -> Any:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    k, t = both.chosen, both.t
-    chosen = topk_registers.places_of(e, k, 1).chosen // 4
-    spare = t.ctas - k * (both.width // HALF)  # CTAs without an item
+    k, t = form.chosen, form.t
+    places = topk_registers.places_of(e, k, 1)
+    spare = t.ctas - k * (form.width // HALF)  # CTAs without an item
 
     def body(
         x,  # bf16 [1, Z]
@@ -197,19 +210,28 @@ def _body(both: Both, e: int, scaling: float) -> Any:
         weights,  # f32 [1, k]
         beside,  # f32 [1, D]
         h,  # bf16 [k, m/32, 8, 32]
-        r,  # bf16 [k, Z]
+        last,  # bf16 [k, Z] of the experts, or their sum f32 [1, Z]
         *,
         words,  # i32 [..], see `topk_registers`
         ready,
         **scratch,
     ):
-        cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
+        cta, wg = form.cta(), lax.axis_index("wg")
+        which = layer[0]
 
         def choose():
-            own, selection = logits[0], bias[layer[0]]
+            own, selection = map(topk_registers.load, (logits.at[0], bias.at[which]))
             topk_registers.rank(1 + jnp.exp(-own), selection, words, k)
+            if not isinstance(form, Pairs):
+                weigh()
+
+        def weigh():
             out = ids.at[0], weights.at[0], words
             pl.when(cta == 0)(lambda: topk_registers.weigh(*out, e, scaling))
+
+        def share():
+            topk_registers.share(words, e, k, scaling)
+            weigh()
 
         def prepare(xs, start, mine):
             pl.when(wg == t.warpgroups - 1)(choose)
@@ -217,13 +239,19 @@ def _body(both: Both, e: int, scaling: float) -> Any:
             # no CTA has two items, so of those before this one cta - start have none; warpgroup
             # after warpgroup, so that the last, which chooses, gets the fewest tiles
             number = wg * spare + cta - start
-            tiles = partial(_multiply, hidden, shared, layer, beside, number, t.warpgroups * spare)
+            tiles = partial(_multiply, hidden, shared, which, beside, number, t.warpgroups * spare)
             pl.when(mine == 0)(tiles)
             plgpu.barrier_arrive(ready.at[0])
             plgpu.barrier_wait(ready.at[0])
 
-        table, met = _OnlyRow(words, chosen), meeting.one(counters, 1)
-        both.run(x, None, table, a, b, layer, met, h, r, **scratch, prepare=prepare)
+        table, met = _OnlyRow(words, places.chosen // 4), meeting.one(counters, 1)
+        if isinstance(form, Pairs):
+            shares = words.at[pl.ds(places.maxima // 4, k)]
+            form.run(
+                table, a, b, which, met, h, last, shares, **scratch, prepare=prepare, weigh=share
+            )
+        else:
+            form.run(x, None, table, a, b, layer, met, h, last, **scratch, prepare=prepare)
 
     return body
 
@@ -240,7 +268,7 @@ def _stage(x: Any, xs: Any, wg: Any, warpgroups: int) -> None:
         )
 
 
-def _multiply(hidden: Any, shared: Any, layer: Any, beside: Any, first: Any, stride: int) -> None:
+def _multiply(hidden: Any, shared: Any, which: Any, beside: Any, first: Any, stride: int) -> None:
     """A warpgroup's tiles of the product beside: first, first + stride, ..."""
     from jax.experimental import pallas as pl
 
@@ -248,6 +276,6 @@ def _multiply(hidden: Any, shared: Any, layer: Any, beside: Any, first: Any, str
 
     def tile(i, _):
         rows = pl.ds((first + i * stride) * row_product.ROWS, row_product.ROWS)
-        row_product.product(shared.at[layer[0], rows], hidden.at[0], beside.at[0, rows])
+        row_product.product(shared.at[which, rows], hidden.at[0], beside.at[0, rows])
 
     lax.fori_loop(0, (tiles - first + stride - 1) // stride, tile, None)

@@ -32,8 +32,9 @@ registers would have to be waited for before the next block could be decoded.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -254,9 +255,16 @@ _LOAD2 = "ld.shared.v2.b32 {$0, $1}, [$2];"
 _LOAD_HALVES = "{ .reg .b32 v; ld.shared.b32 v, [$2]; mov.b32 $0, v; shr.u32 $1, v, 16; }"
 
 
-def _multiply_registers(acc: Any, block: Any, operand: Any, k: int) -> Any:
-    reg = common.Registers()
-    thread, base = reg.thread(), reg.shared_address(block)
+class Block(NamedTuple):
+    """A thread's part of a block in registers: words and scale bytes of its rows g and g + 8."""
+
+    words: Sequence[Sequence[Any]]
+    scales: Sequence[Any]
+
+
+def load_block(reg: common.Registers, base: Any, k: int) -> Block:
+    """A block of 128 or 64 from shared memory, at the address `base` i32."""
+    thread = reg.thread()
     at = reg.add(base, reg.mul(thread, 16))
     row = reg.ptx("shr.u32 $0, $1, 2;", thread, results=1)[0]
     if k == 128:
@@ -264,24 +272,43 @@ def _multiply_registers(acc: Any, block: Any, operand: Any, k: int) -> Any:
             reg.ptx(_LOAD4, reg.add(at, half * 2048), results=4, volatile=True) for half in (0, 1)
         ]
         scale_at = reg.add(reg.add(base, 4096), reg.mul(row, 8))
-        scales = reg.ptx(_LOAD2, scale_at, results=2, volatile=True)
-    else:
-        four = reg.ptx(_LOAD4, at, results=4, volatile=True)
-        words = [four[:2], four[2:]]
-        scale_at = reg.add(reg.add(base, 2048), reg.mul(row, 4))
-        scales = reg.ptx(_LOAD_HALVES, scale_at, results=2, volatile=True)
-    reg.barrier()  # every warp has read the block: it may be overwritten
-    lane = reg.ptx("and.b32 $0, $1, 31;", thread, results=1)[0]
-    x_at = reg.add(reg.shared_address(operand), reg.mul(lane, 16))
-    flat = acc.registers.reshape(2)
-    sums = [v for half in (0, 1) for v in reg.pair(flat[half])]
-    for i in range(k // GROUP):
-        x = reg.ptx(_LOAD4, reg.add(x_at, 512 * i), results=4, volatile=True)
+        return Block(words, reg.ptx(_LOAD2, scale_at, results=2, volatile=True))
+    four = reg.ptx(_LOAD4, at, results=4, volatile=True)
+    scale_at = reg.add(reg.add(base, 2048), reg.mul(row, 4))
+    scales = reg.ptx(_LOAD_HALVES, scale_at, results=2, volatile=True)
+    return Block([four[:2], four[2:]], scales)
+
+
+def multiply_block(
+    reg: common.Registers, block: Block, operand: Callable[[int], Sequence[Any]], sums: Any
+) -> Any:
+    """The four sums of a thread with a block's products added.
+
+    `operand(i)`: the lane's four words of the block's i-th 32 numbers.
+    """
+    for i in range(len(block.words[0])):
+        x = operand(i)
         shift, count = _SHIFTS[i]
         text = _GROUP.replace("SHIFT", shift).replace("COUNT", str(count))
         text = text.replace("DROP", common.literal(2.0**126 / LIFT))
-        both = words[0][i], words[1][i]
-        sums = reg.ptx(text, *both, *x, *scales, *sums, results=4, kind=reg.f32)
+        both = block.words[0][i], block.words[1][i]
+        sums = reg.ptx(text, *both, *x, *block.scales, *sums, results=4, kind=reg.f32)
+    return sums
+
+
+def _multiply_registers(acc: Any, block: Any, operand: Any, k: int) -> Any:
+    reg = common.Registers()
+    held = load_block(reg, reg.shared_address(block), k)
+    reg.barrier()  # every warp has read the block: it may be overwritten
+    lane = reg.ptx("and.b32 $0, $1, 31;", reg.thread(), results=1)[0]
+    x_at = reg.add(reg.shared_address(operand), reg.mul(lane, 16))
+    flat = acc.registers.reshape(2)
+    sums = [v for half in (0, 1) for v in reg.pair(flat[half])]
+
+    def x(i: int) -> Any:
+        return reg.ptx(_LOAD4, reg.add(x_at, 512 * i), results=4, volatile=True)
+
+    sums = multiply_block(reg, held, x, sums)
     out = np.empty(acc.registers.shape, dtype=object)
     out.reshape(2)[:] = [reg.paired(*sums[:2]), reg.paired(*sums[2:])]
     return reg.fa.FragmentedArray(_registers=out, _layout=acc.layout, _is_signed=None)

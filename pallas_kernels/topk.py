@@ -270,12 +270,13 @@ def _body(
 
         def choose(i):
             row = first + i * at_once
-            d = 1 + jnp.exp(-logits[row])
             if interpret:
+                d = 1 + jnp.exp(-logits[row])
                 ids[row], weights[row] = _twin(d, bias[layer[0]], k, scaling)
                 return
             mine, turn = words.at[wg], dict(turn=i, rounds=rounds)
-            topk_registers.rank(d, bias[layer[0]], mine, k, **turn)
+            own, selection = map(topk_registers.load, (logits.at[row], bias.at[layer[0]]))
+            topk_registers.rank(1 + jnp.exp(-own), selection, mine, k, **turn)
             topk_registers.weigh(ids.at[row], weights.at[row], mine, e, scaling, **turn)
 
         def all_rows():

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import common
@@ -196,7 +197,7 @@ setp.lt.u32 more, v, end;
 setp.gt.and.u64 more, b, own, more;
 @more add.u32 rank, rank, 1;
 """
-# $0 thread, $1 scratch, $2 ids, $3 weights of the row
+# $0 thread, $1 scratch: each of the row's weights, to where STORES says
 _WEIGH = """
 {
 .reg .pred out;
@@ -209,17 +210,22 @@ SUMS
 add.rn.f32 sum, sum, TINY;
 mad.lo.u32 at, $0, 4, $1;
 ld.shared.b32 v, [at+ORDER];
-ld.shared.b32 number, [at+CHOSEN];
 div.rn.f32 v, v, sum;
 mul.rn.f32 v, v, SCALING;
+STORES
+READY:
+}
+"""
+# $2 ids, $3 weights of the row
+_TO_GLOBAL = """
+ld.shared.b32 number, [at+CHOSEN];
 mul.wide.u32 far, $0, 4;
 add.u64 to, far, $2;
 st.global.b32 [to], number;
 add.u64 to, far, $3;
 st.global.b32 [to], v;
-READY:
-}
 """
+_TO_SHARED = "st.shared.b32 [at+MAXIMA], v;"  # whose numbers nobody needs any more
 
 
 def filled(text: str, **values: Any) -> str:
@@ -234,6 +240,31 @@ def _where(experts: int, k: int, turn: int, rounds: int) -> dict[str, int]:
     places = places_of(experts, k, rounds)
     where = {name.upper(): value for name, value in places._asdict().items()}
     return where | {"CHOSEN": places.chosen + 4 * turn * k}
+
+
+def load(row: Any) -> jax.Array:
+    """A global row f32 [E] as `rank` takes it, all of it asked for where this stands.
+
+    An ordinary load of several numbers is moved to where each is used: `rank` would wait for
+    memory once per number.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    shape = row.shape
+    layout = plgpu.Layout.WG_STRIDED(shape, vec_size=1)
+    out = plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout)
+
+    def code(_: Any, ref: Any) -> Any:
+        reg, frag = common.Registers(), layout.to_mgpu()
+        at = reg.wide_add(reg.global_address(ref), reg.mul(reg.thread(), 4))
+        registers = np.empty(frag.registers_shape(shape), dtype=object)
+        for i in range(registers.size):
+            text = f"ld.global.nc.b32 $0, [$1+{512 * i}];"
+            (word,) = reg.ptx(text, at, results=1, volatile=True)
+            registers.flat[i] = reg.as_type(word, frag.registers_element_type(reg.f32))
+        return reg.fa.FragmentedArray(_registers=registers, _layout=frag, _is_signed=None)
+
+    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=out)(code)(row)
 
 
 def rank(
@@ -281,7 +312,7 @@ def weigh(
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     k = ids.shape[0]
-    text = _weigh_text(_where(experts, k, turn, rounds), k, scaling)
+    text = _weigh_text(_TO_GLOBAL, _where(experts, k, turn, rounds), k, scaling)
 
     def code(_: Any, ids: Any, weights: Any, words: Any) -> None:
         reg = common.Registers()
@@ -290,6 +321,19 @@ def weigh(
 
     call = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 3)
     call(code)(ids, weights, words)
+
+
+def share(words: Any, experts: int, k: int, scaling: float) -> None:
+    """Behind `rank` of one row: its weights f32 [k] to `Places.maxima`, in the same bits."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    text = _weigh_text(_TO_SHARED, _where(experts, k, 0, 1), k, scaling)
+
+    def code(_: Any, words: Any) -> None:
+        reg = common.Registers()
+        reg.ptx(text, reg.thread(), reg.shared_address(words), volatile=True)
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))(code)(words)
 
 
 def _bound_text(where: dict[str, int], k: int) -> str:
@@ -318,10 +362,10 @@ def _rank_text(where: dict[str, int], k: int) -> str:
     return filled(text, **where)
 
 
-def _weigh_text(where: dict[str, int], k: int, scaling: float) -> str:
+def _weigh_text(stores: str, where: dict[str, int], k: int, scaling: float) -> str:
     sums = "".join(
         f"ld.shared.b32 v, [$1+ORDER+{4 * j}];\nadd.rn.f32 sum, sum, v;\n" for j in range(1, k)
     )
-    text = _WEIGH.replace("$0, K", f"$0, {k}").replace("SUMS", sums)
+    text = _WEIGH.replace("$0, K", f"$0, {k}").replace("SUMS", sums).replace("STORES", stores)
     text = text.replace("TINY", common.literal(1e-20)).replace("SCALING", common.literal(scaling))
     return filled(text, **where)

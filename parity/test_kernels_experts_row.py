@@ -1,5 +1,6 @@
 """Routed experts of one row with their choice, in one kernel."""
 
+from dataclasses import replace
 from functools import partial
 
 import jax
@@ -113,9 +114,34 @@ def test_limits_name_found_and_expected():
     ]
 
 
-def both_ways(e, z, width, d, m, k):
-    """(one kernel, `topk` and `experts`), jitted: (row, w13, w2) -> `Found`."""
+def test_pairs_are_the_default_where_they_fit():
+    def pairs(k, width=192, z=3584):
+        return experts_row.default_tuning(896, k, width, z).pairs
+
+    assert pairs(16) and pairs(8) and pairs(16, 256, 512)
+    assert not pairs(12)
+    assert not pairs(16, 192, 7168)  # more tiles than pairs
+    assert not pairs(16, 3072)  # two kernels
+    *arrays, width = shapes(1, 16)
+    tuning = replace(experts_row.default_tuning(896, 16, width, 3584), pairs=True)
+    assert experts_row.limits(*arrays, k=12, width=width, tuning=tuning) == [
+        "chosen experts in pairs: found 12, expected a multiple of 8"
+    ]
+    few = replace(tuning, ctas=98)
+    assert experts_row.limits(*arrays, k=16, width=width, tuning=few) == [
+        "tiles of the latent: found 56, expected at most 49 pairs"
+    ]
+    other = replace(tuning, pairs=False)
+    assert experts_row.limits(*arrays, k=12, width=width, tuning=other) == []
+
+
+def both_ways(e, z, width, d, m, k, form=None):
+    """(one kernel, `topk` and `experts`), jitted: (row, w13, w2) -> `Found`.
+
+    `form`: what is other than usual in the one kernel.
+    """
     settings = dict(width=width, betas=BETAS)
+    tuning = replace(experts_row.default_tuning(e, k, width, z), **(form or {}))
 
     @partial(jax.jit, static_argnums=3)
     def one(row, w13, w2, times=1):
@@ -123,9 +149,10 @@ def both_ways(e, z, width, d, m, k):
         for _ in range(times):  # counters that a kernel before it leaves, as in a step
             w = jnp.zeros((1, 64, z), BF16)
             _, counters = skinny.projections(row.latent, [skinny.Projection(w)], zeros=True)
-            out.append(
-                experts_row.experts_row(row, w13, w2, counters, 1, k=k, scaling=2.5, **settings)
+            found = experts_row.experts_row(
+                row, w13, w2, counters, 1, k=k, scaling=2.5, tuning=tuning, **settings
             )
+            out.append(found)
         return out
 
     @jax.jit
@@ -149,29 +176,58 @@ SIZES = [
 ]
 
 
+FORMS = [
+    {},
+    {"pairs": False},
+    {"own_barriers": False},
+    {"pairs": False, "own_barriers": False},
+]
+
+
 @pytest.mark.gpu
 @needs_gpu
+@pytest.mark.parametrize("form", FORMS, ids=lambda f: "-".join(["without", *f]) if f else "usual")
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda s: f"experts{s[0]}width{s[2]}")
-def test_in_one_kernel(sizes):
-    """Against two kernels: all the same bits, but for the order of the product's sums.
+def test_in_one_kernel(sizes, form):
+    """Against two kernels: all the same bits, but for the order in which sums are added.
 
-    The same bits from every call, several in one program as well.
+    That is the product's, and with CTAs in pairs the weighted sum's. The same bits from every
+    call, several in one program as well.
     """
-    e, z, width, d, m, _ = sizes
+    e, z, width, d, m, k = sizes
+    assert experts_row.default_tuning(e, k, width, z).pairs
     weights = packed(e, z, width)
-    one, two = both_ways(*sizes)
+    one, two = both_ways(*sizes, form)
     for seed, kind in enumerate(KINDS):
         row = row_of(kind, e, z, d, m, seed)
         (got,), want = one(row, *weights), two(row, *weights)
         assert (got.ids == want.ids).all(), kind
         assert same_bits(got.weights, want.weights), kind
-        assert same_bits(got.routed, want.routed), kind
+        if form.get("pairs", True):
+            same(got.routed, want.routed, 1e-6)
+        else:
+            assert same_bits(got.routed, want.routed), kind
         same(got.beside, want.beside, 1e-5)
         beside = skinny.reference(row.hidden, [skinny.Projection(row.shared)], 1)[0]
         same(got.beside, beside, 1e-5)
         for _ in range(40):
             for found in one(row, *weights, 5):
                 assert all(map(same_bits, found, got)), kind
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_weighted_expert_is_that_expert():
+    """One of the weights 1 and the rest next to nothing: no expert meets another one's weight."""
+    sizes = e, z, width, d, m, _ = SIZES[0]
+    weights = packed(e, z, width)
+    one, two = both_ways(*sizes)
+    row = row_of("normal", e, z, d, m)
+    for best in (0, 7, 895):
+        logits = jnp.full((1, e), -30.0).at[0, best].set(30.0)
+        found = row._replace(logits=logits)
+        (got,), want = one(found, *weights), two(found, *weights)
+        same(got.routed, want.routed, 1e-6)
 
 
 @pytest.mark.gpu
