@@ -253,6 +253,7 @@ def gate_up(
         "k3_experts_gate_up",
         interpret=interpret,
         own_barriers=t.own_barriers,
+        read_once=True,
         out_type=jax.ShapeDtypeStruct((units.table.shape[0], width // HALF, COLUMNS, HALF), bf16),
         grid=(t.ctas,),
         grid_names=("cta",),
@@ -429,6 +430,7 @@ def down(
         "k3_experts_down",
         interpret=interpret,
         own_barriers=t.own_barriers,
+        read_once=True,
         out_type=jax.ShapeDtypeStruct((pairs, latent), bf16),
         grid=(t.ctas,),
         grid_names=("cta",),
@@ -623,7 +625,8 @@ def _both(
         both.run(x, count, table, a, b, layer, met, h, r, **scratch)
 
     call = common.kernel(
-        body, "k3_experts", own_barriers=t.own_barriers, out_type=both.shapes(), **both.grid()
-    )
+        body, "k3_experts", own_barriers=t.own_barriers, read_once=True,
+        out_type=both.shapes(), **both.grid(),
+    )  # fmt: skip
     count = jax.new_ref(units.count)
     return call(latent, units.table, w13, w2, common.layer_operand(layer), count)[-1]

@@ -170,8 +170,8 @@ def _build(
         jax.ShapeDtypeStruct((1, d), jnp.float32),
         *form.shapes(),
     ]
-    body, own = _body(form, e, scaling), t.own_barriers
-    return common.kernel(body, "k3_experts_row", own_barriers=own, out_type=out, **cut)
+    settings: dict[str, Any] = dict(own_barriers=t.own_barriers, read_once=True, out_type=out)
+    return common.kernel(_body(form, e, scaling), "k3_experts_row", **settings, **cut)
 
 
 @dataclass(frozen=True)
