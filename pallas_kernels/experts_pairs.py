@@ -1,7 +1,7 @@
 """One row's routed experts with their weighted sum, by pairs of CTAs: part of `experts_row`.
 
     x bf16 [1, Z], w13 and w2 as in `experts`; the chosen experts' numbers and weights in shared
-    memory -> h bf16 [k, m/32, 8, 32] as between the two kernels, total f32 [1, Z]
+    memory -> h bf16 [k, m/32, 8, 32] as between the two kernels, total f32 or bf16 [1, Z]
 
 Rounding as in `experts`; the sum over the experts in another order, which is fixed.
 
@@ -46,6 +46,7 @@ class Pairs:
     width: int
     betas: tuple[float, float]
     t: Tuning
+    dtype: Any = jnp.float32  # of the total
 
     @property
     def per(self) -> int:
@@ -89,7 +90,7 @@ class Pairs:
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
         """Of h and the total."""
         h = (self.chosen, self.width // HALF, COLUMNS, HALF)
-        total = jax.ShapeDtypeStruct((1, self.latent), jnp.float32)
+        total = jax.ShapeDtypeStruct((1, self.latent), self.dtype)
         return [jax.ShapeDtypeStruct(h, jnp.bfloat16), total]
 
     def cta(self) -> Any:
@@ -298,9 +299,9 @@ mad.lo.u32 row, bit, 8, row;
 shr.u32 bit, $0, 1;
 and.b32 bit, bit, 7;
 add.u32 row, row, bit;
-mul.wide.u32 to, row, 4;
+mul.wide.u32 to, row, SIZE;
 add.u64 to, to, $2;
-st.global.b32 [to], sum;
+STORE
 READY:
 }
 """
@@ -368,7 +369,7 @@ class _Down:
 
 
 def _finish(parts: Any, out: Any) -> None:
-    """By a warpgroup: the sum of `parts` f32 [warpgroups, 64] to `out`, global f32 [64]."""
+    """By a warpgroup: the sum of `parts` f32 [warpgroups, 64] to `out`, global f32 or bf16 [64]."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     rows = mxfp4.ROWS
@@ -376,7 +377,11 @@ def _finish(parts: Any, out: Any) -> None:
         f"ld.shared.b32 part, [at+{4 * rows * i}];\nadd.rn.f32 sum, sum, part;\n"
         for i in range(1, parts.shape[0])
     )
+    size, store = out.dtype.itemsize, "st.global.b32 [to], sum;"
+    if size == 2:
+        store = "{ .reg .b16 half; cvt.rn.bf16.f32 half, sum; st.global.b16 [to], half; }"
     text = _FINISH.replace("ROWS", str(rows)).replace("PARTS", more)
+    text = text.replace("SIZE", str(size)).replace("STORE", store)
 
     def code(_: Any, source: Any, target: Any) -> None:
         reg = common.Registers()

@@ -44,7 +44,7 @@ class Row(NamedTuple):
 class Found(NamedTuple):
     """What the kernel gives."""
 
-    routed: jax.Array  # f32 [1, Z]
+    routed: jax.Array  # f32 or bf16 [1, Z]
     beside: jax.Array  # f32 [1, D]
     ids: jax.Array  # i32 [1, k]
     weights: jax.Array  # f32 [1, k]
@@ -120,10 +120,13 @@ def experts_row(
     scaling: float,
     width: int,
     betas: tuple[float, float],
+    out_dtype: Any = jnp.float32,
     tuning: Tuning | None = None,
     interpret: bool = False,
 ) -> Found:
     """See the module's docstring; `width` is m of this rank, `layer` that of all stacks.
+
+    With `out_dtype` bfloat16 the routed sum is rounded once, where no other rank adds to it.
 
     `counters` are spent, but for the first, which may have been before. In the interpreter, which
     cannot wait for other CTAs, the kernels run one after the other.
@@ -143,21 +146,25 @@ def experts_row(
             units=found.units, tuning=t, interpret=True,
         )  # fmt: skip
         assert found.shared is not None
-        return Found(routed, found.shared, found.ids, found.weights)
-    call = _build(row, k, scaling, width, betas, t)
+        return Found(_rounded(routed, out_dtype), found.shared, found.ids, found.weights)
+    call = _build(row, k, scaling, width, betas, t, out_dtype)
     held = jax.new_ref(counters)
     ids, weights, shared, _, last = call(*row, w13, w2, common.layer_operand(layer), held)
-    routed = last if t.pairs else experts.weighted_sum(last, weights)
+    routed = last if t.pairs else _rounded(experts.weighted_sum(last, weights), out_dtype)
     return Found(routed, shared, ids, weights)
 
 
+def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
+    return x if dtype == jnp.float32 else lax.reduce_precision(x, 8, 7).astype(dtype)
+
+
 def _build(
-    row: Row, k: int, scaling: float, width: int, betas: tuple[float, float], t: Tuning
+    row: Row, k: int, scaling: float, width: int, betas: tuple[float, float], t: Tuning, dtype: Any
 ) -> Any:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     z, e, d = row.latent.shape[1], row.bias.shape[1], row.shared.shape[1]
-    form = Pairs(k, z, width, betas, t) if t.pairs else Both(1, k, z, width, betas, t)
+    form = Pairs(k, z, width, betas, t, dtype) if t.pairs else Both(1, k, z, width, betas, t)
     cut = form.grid()
     words = topk_registers.scratch_words(e, k, 1)
     cut["scratch_types"] |= dict(

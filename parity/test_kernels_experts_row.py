@@ -242,3 +242,6 @@ def test_against_the_reference():
     same(got.weights, want.weights, 1e-6)
     same(got.beside, want.beside, 1e-5)
     same(got.routed, want.routed, 4e-3)
+    settings = dict(k=k, scaling=2.5, width=width, betas=BETAS, out_dtype=BF16)
+    rounded = experts_row.experts_row(row, *weights, meeting.counters(), 1, **settings)
+    assert same_bits(rounded.routed, got.routed.astype(BF16))

@@ -48,7 +48,7 @@ class Pending(NamedTuple):
 class Shares(NamedTuple):
     """From `experts`: this rank's shares of two sums, and what was chosen."""
 
-    routed: jax.Array  # f32 [N, Z]
+    routed: jax.Array  # f32 [N, Z]; the compute dtype where no other rank adds to it
     shared: jax.Array  # f32 [N, D]
     ids: jax.Array  # i32 [N, k]
     weights: jax.Array  # f32 [N, k]

@@ -313,6 +313,7 @@ def experts(static: Static, w: Layer, routed: Routed) -> Shares:
         found = experts_row.experts_row(
             _row(w, routed), m.w13_tiles, m.w2_tiles, routed.pending.counters, w.index,
             k=c.num_experts_per_token, scaling=c.routed_scaling_factor, width=width, betas=betas,
+            out_dtype=jnp.float32 if static.ranks.axis else BF16,
         )  # fmt: skip
         return Shares(*found)
     total = experts_kernel.experts(
@@ -327,8 +328,10 @@ def moe_out(static: Static, w: Layer, routed: jax.Array, shared: jax.Array) -> D
     """`standard.moe_out`: norm and up projection in one kernel; `attn_in` adds the parts."""
     m = w.stacks
     total, shared = all_reduce_packed((routed, shared), static.ranks)
+    if total.dtype != BF16:  # not rounded by the kernel that made it
+        total = static.nx.round(total)
     up, counters = latent_up.latent_up(
-        static.nx.round(total), m.routed_expert_norm, m.routed_expert_up_proj, w.index,
+        total, m.routed_expert_norm, m.routed_expert_up_proj, w.index,
         eps=static.config.rms_norm_eps, copies=_copies(static), zeros=True,
     )  # fmt: skip
     return Delta(up if _copies(static) > 1 else all_gather(up, static.ranks), shared, counters)
