@@ -206,6 +206,9 @@ def parity_of(measured: dict[str, dict[str, Any]]) -> dict[str, Any]:
                 )
         if found["calls"] is not None:
             ran, finite = True, finite and found["calls"]["finite"]
+            hits = found["calls"]["hits"]  # of the process whose first step is called cached
+            one = {"what": f"{name}.calls.cache_hits", "found": hits, "limit": 1}
+            comparisons.append(one | {"passed": hits == 1})
             for one in found["calls"]["parity"]["comparisons"]:
                 comparisons.append(one | {"what": f"{name}.{one['what']}"})
     failed = not finite or not all(c["passed"] for c in comparisons)

@@ -134,7 +134,7 @@ def made_up(cold_hits=0, cached_hits=1, finite=True, layer=True):
     return {
         "cold": [common | {"hits": cold_hits}], "cached": [common | {"hits": cached_hits}],
         "cache_bytes": [7],
-        "calls": {"first_step_s": 8.0, "kinds": kinds, "finite": finite,
+        "calls": {"first_step_s": 8.0, "kinds": kinds, "finite": finite, "hits": cached_hits,
                   "parity": {"comparisons": [comparison]}},
     }  # fmt: skip
 

@@ -125,7 +125,7 @@ def kernel(
     `name` is how profilers and the compiled program call it; `multi_process` (JAX 0.12) that it
     writes to devices of other processes; `own_barriers` that a warpgroup's warps meet where the
     body says so (`barrier`), and not around each store and before each copy to shared memory;
-    `read_once` that L2 drops before all else what the kernel copies to shared memory.
+    `read_once` that L2 drops before all else what the kernel copies to shared memory (JAX 0.11.2).
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -147,7 +147,8 @@ _EVICT_FIRST = 0x12F0000000000000  # a cache policy, as PTX's `createpolicy` enc
 class _Hinted:
     """Mosaic's NVVM operations, of which the copies of some kernels carry a cache policy.
 
-    PTX has a place for it and Mosaic GPU no option (0.11.2, 0.12.0). 100 MB of weights per layer go
+    PTX has a place for it and Mosaic GPU no option. Under JAX 0.12, which writes the copy as text,
+    there is none, and nothing else is different. 100 MB of weights per layer go
     through L2, and what the step reads again, activations and state, is lost with them: 2 us per
     layer at 1 row. Other kernels of the process are left as they are.
     """

@@ -62,8 +62,8 @@ class Sizes:
 
     @property
     def parts(self) -> int:
-        """Into which the columns are cut, a power of two: one per warp, or of several warps."""
-        return math.gcd(min(MAX_PARTS, 4 * self.warpgroups), self.k // BLOCK)
+        """Into which the columns are cut: a power of two that divides the number of warps."""
+        return math.gcd(MAX_PARTS, 4 * self.warpgroups, self.k // BLOCK)
 
     @property
     def span(self) -> int:

@@ -133,9 +133,10 @@ def limits(m: Mix, items: Sequence[Projection], *, tuning: Tuning | None = None)
     common.expect(out, "columns of w", found, {d}, found == {d})
     used, limit = _shared_bytes(t, d, m.snapshots.shape[1]), common.SHARED_MEMORY
     common.expect(out, "shared memory", used, f"at most {limit} bytes", used <= limit)
-    rows = n if t.each else t.rows
-    ok = 1 <= rows <= t.products.warpgroups - t.each
-    common.expect(out, "rows of a cluster", rows, f"1..{t.products.warpgroups}", ok)
+    rows, wgs = (n if t.each else t.rows), t.products.warpgroups
+    wanted = "1, and a warpgroup more" if t.each else f"1..{wgs}"
+    ok = (rows == 1 and wgs > 1) if t.each else 1 <= rows <= wgs
+    common.expect(out, "rows of a cluster", rows, wanted, ok)
     if ok:
         clusters = sum(_clusters(n, sum(p.kind(skinny.TILE).tiles for p in items), t))
         common.expect(out, "clusters", clusters, f"at most {MOST}", clusters <= MOST)

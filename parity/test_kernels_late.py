@@ -44,10 +44,13 @@ def against_float64(y, x, w, limit=1e-6):
 
 
 @needs_interpreter
-@pytest.mark.parametrize(("n", "k", "warpgroups"), [(1, 256, 2), (3, 128, 4), (8, 768, 2)])
+@pytest.mark.parametrize(
+    ("n", "k", "warpgroups"), [(1, 256, 2), (3, 128, 4), (8, 768, 2), (2, 768, 3)]
+)
 def test_product_in_the_interpreter(n, k, warpgroups):
     x, w = normal(0, n, k).at[1:2].set(jnp.nan), normal(1, 2, 128, k).at[0].set(jnp.nan)
-    y = late_product.alone(x, w, 1, warpgroups=warpgroups, tuning=Tuning(64), interpret=True)
+    tuning = Tuning(48 if warpgroups == 3 else 64)  # a multiple of 16 per group of rows
+    y = late_product.alone(x, w, 1, warpgroups=warpgroups, tuning=tuning, interpret=True)
     against_float64(y, x, w[1])
     assert not common.races_found()
 
@@ -136,6 +139,7 @@ def test_limits_name_found_and_expected():
         (3, 200, 128, 2, Tuning(64)),
         (2, 1000, 96, 4, Tuning(256)),
         (4, 256, 1536, 2, Tuning(64)),
+        (2, 7168, 768, 3, Tuning(96)),
     ],
 )
 def test_register_code_of_the_product(n, d, k, warpgroups, tuning):
