@@ -48,8 +48,9 @@ def against_float64(y, x, w, limit=1e-6):
     ("n", "k", "warpgroups"), [(1, 256, 2), (3, 128, 4), (8, 768, 2), (2, 768, 3)]
 )
 def test_product_in_the_interpreter(n, k, warpgroups):
-    x, w = normal(0, n, k).at[1:2].set(jnp.nan), normal(1, 2, 128, k).at[0].set(jnp.nan)
-    tuning = Tuning(48 if warpgroups == 3 else 64)  # a multiple of 16 per group of rows
+    rows = 48 if warpgroups == 3 else 64  # a multiple of 16 per group of rows; tiles do not overlap
+    x, w = normal(0, n, k).at[1:2].set(jnp.nan), normal(1, 2, 3 * rows, k).at[0].set(jnp.nan)
+    tuning = Tuning(rows)
     y = late_product.alone(x, w, 1, warpgroups=warpgroups, tuning=tuning, interpret=True)
     against_float64(y, x, w[1])
     assert not common.races_found()
