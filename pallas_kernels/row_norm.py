@@ -20,18 +20,17 @@ from pallas_kernels import common
 
 STEP = 128  # columns of a tile that `scale_tile` takes
 
-# 8 numbers: $0 sum of squares so far -> $0; $1 the same, $2 place of x, $3 address of w
+# 8 numbers: $0 sum of squares so far -> $0; $1 the same, $2 place of x, $3..$6 w
 _SCALE = """
 {
-.reg .b32 x0, x1, x2, x3, w0, w1, w2, w3, low, high, sum;
+.reg .b32 x0, x1, x2, x3, low, high, sum;
 ld.shared.v4.b32 {x0, x1, x2, x3}, [$2];
-ld.global.v4.b32 {w0, w1, w2, w3}, [$3];
 mov.b32 sum, $1;
 SQUARES
-mul.rn.bf16x2 x0, x0, w0;
-mul.rn.bf16x2 x1, x1, w1;
-mul.rn.bf16x2 x2, x2, w2;
-mul.rn.bf16x2 x3, x3, w3;
+mul.rn.bf16x2 x0, x0, $3;
+mul.rn.bf16x2 x1, x1, $4;
+mul.rn.bf16x2 x2, x2, $5;
+mul.rn.bf16x2 x3, x3, $6;
 st.shared.v4.b32 [$2], {x0, x1, x2, x3};
 mov.b32 $0, sum;
 }
@@ -77,34 +76,56 @@ def no_squares(width: int) -> jax.Array:
     return plgpu.layout_cast(jnp.zeros((16 * width,), jnp.float32), _layout(width))
 
 
-def scale_tile(squares: jax.Array, tile: Any, weight: Any, width: int) -> jax.Array:
-    """Multiply a tile, shared bf16 [width, 128], by global bf16 [128]; add its squares up."""
+# 64 pieces of 16 bytes are 8 rows of 64 columns; a row's pieces are permuted by its number
+_PIECE = (
+    "{ .reg .b32 a, b; shr.u32 a, $1, 3; xor.b32 a, a, $1; and.b32 a, a, 7; shl.b32 a, a, 4;"
+    " and.b32 b, $1, 64; shl.b32 b, b, 1; add.u32 $0, a, b; }"
+)
+_EIGHT = 1024  # numbers that 128 threads hold, eight each
+
+
+def load_weights(weight: Any) -> jax.Array:
+    """Each thread's eight numbers of a global bf16 [128], as `scale_tile` takes them, bf16 [1024].
+
+    To be called before the tile is waited for: they come from memory, and cold.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    layout = plgpu.Layout.WG_STRIDED((_EIGHT,), vec_size=8)
+
+    def code(_: Any, w: Any) -> Any:
+        reg = common.Registers()
+        (column,) = reg.ptx(_PIECE, reg.thread(), results=1)
+        source = reg.wide_add(reg.global_address(w), column)
+        words = reg.ptx(
+            "ld.global.v4.b32 {$0, $1, $2, $3}, [$4];", source, results=4, volatile=True
+        )
+        frag = layout.to_mgpu()
+        registers = np.empty(frag.registers_shape((_EIGHT,)), dtype=object)
+        kind = frag.registers_element_type(reg.ir.BF16Type.get())
+        registers.flat[0] = reg.vector_of(words, kind)
+        return reg.fa.FragmentedArray(_registers=registers, _layout=frag, _is_signed=None)
+
+    out = plgpu.ShapeDtypeStruct((_EIGHT,), jnp.bfloat16, layout=layout)
+    return plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=out)(code)(weight)
+
+
+def scale_tile(squares: jax.Array, tile: Any, weights: jax.Array, width: int) -> jax.Array:
+    """Multiply a tile, shared bf16 [width, 128], by `load_weights`; add up its squares."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     layout = _layout(width)
 
     def code(_: Any, old: Any, x: Any, w: Any) -> Any:
         reg = common.Registers()
-        thread = reg.thread()
-        # 64 pieces of 16 bytes are 8 rows of 64 columns; a row's pieces are permuted by its number
-        column = reg.ptx(
-            "{ .reg .b32 a, b; shr.u32 a, $1, 3; xor.b32 a, a, $1; and.b32 a, a, 7;"
-            " shl.b32 a, a, 4;"
-            " and.b32 b, $1, 64; shl.b32 b, b, 1; add.u32 $0, a, b; }",
-            thread,
-            results=1,
-        )[0]
-        wide = reg.ptx(
-            "cvt.u64.u32 $0, $1;", column, results=1, kind=reg.ir.IntegerType.get_signless(64)
-        )[0]
-        source = reg.arith.addi(reg.global_address(w), wide)
-        place = reg.add(reg.shared_address(x), reg.mul(thread, 16))
+        words = reg.words(w.registers.flat[0])
+        place = reg.add(reg.shared_address(x), reg.mul(reg.thread(), 16))
         out = old.registers.copy()
         kind = old.layout.registers_element_type(reg.f32)
         for j in range(width // 8):
             before = reg.llvm.bitcast(reg.i32, old.registers.flat[j])
             at = reg.add(place, j * 2048)
-            (after,) = reg.ptx(_SCALE, before, at, source, results=1, volatile=True)
+            (after,) = reg.ptx(_SCALE, before, at, *words, results=1, volatile=True)
             out.flat[j] = reg.as_type(after, kind)
         reg.fence_and_barrier()
         return reg.fa.FragmentedArray(_registers=out, _layout=old.layout, _is_signed=None)
@@ -113,11 +134,11 @@ def scale_tile(squares: jax.Array, tile: Any, weight: Any, width: int) -> jax.Ar
         arg_types=(
             layout,
             plgpu.RefType(common.tiled(jnp.bfloat16, STEP)),
-            plgpu.RefType(),
+            plgpu.Layout.WG_STRIDED((_EIGHT,), vec_size=8),
         ),
         return_type=plgpu.ShapeDtypeStruct((16 * width,), jnp.float32, layout=layout),
     )
-    return call(code)(squares, tile, weight)
+    return call(code)(squares, tile, weights)
 
 
 def store_squares(squares: jax.Array, into: Any, width: int) -> None:

@@ -110,12 +110,13 @@ class Cta:
         """Wait for a slot; with a norm scale its x and add its squares to `seen`."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
-        plgpu.barrier_wait(self.full.at[slot])
         if self.scale is None:
+            plgpu.barrier_wait(self.full.at[slot])
             return seen
         which = self.layer[0] if self.norm.shape[0] > 1 else 0
-        weight = self.norm.at[which, self.columns(j)]
-        return row_norm.scale_tile(seen, self.xs.at[slot], weight, self.width)
+        weights = row_norm.load_weights(self.norm.at[which, self.columns(j)])
+        plgpu.barrier_wait(self.full.at[slot])
+        return row_norm.scale_tile(seen, self.xs.at[slot], weights, self.width)
 
 
 def fill(c: Cta, work: Callable[[Any, Any], None]) -> None:
