@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -213,6 +214,9 @@ def _load(c: _Cta) -> None:
         starts = [(c.first + i) * TILE + j * rows for j in range(TILE // rows)]
         # a page beyond the end is replaced by the last one
         pages = [c.table[c.sequence, jnp.minimum(r, c.length - 1) // page] for r in starts]
+        if len(pages) > 1:  # else each would be read behind the copy before its own
+            none = jnp.minimum(functools.reduce(jnp.bitwise_or, pages), 0)  # 0, known with the last
+            pages = [at + none for at in pages]
         pl.when(i >= stages)(lambda: plgpu.barrier_wait(c.free.at[slot]))
         for j, (start, at) in enumerate(zip(starts, pages, strict=True)):
             source = c.cache.at[layer, at, pl.ds(lax.rem(start, page), rows)]
