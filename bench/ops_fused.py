@@ -15,7 +15,16 @@ import jax.numpy as jnp
 import numpy as np
 
 from bench.ops_experts import Sizes, expert_layers, routed64
-from bench.ops_problem import SITU, Problem, bf16_round, f64, normal, situ64, stack_depth
+from bench.ops_problem import (
+    SITU,
+    Problem,
+    attn_res64,
+    bf16_round,
+    f64,
+    normal,
+    situ64,
+    stack_depth,
+)
 
 EPS, BANK, COUNT = 1e-5, 8, 5
 WEIGHTS = {  # rows of one rank's matrices that read x
@@ -76,7 +85,8 @@ def mix_case(m: int, kind: str, seed: int, layers: int | None = None, d: int = 7
         return _beside(x, *ys)
 
     def exact(layer: int, rows: np.ndarray) -> np.ndarray:
-        x = _mixed64(list(map(f64, (prefix, bank, delta, shared))), [f64(w[layer]) for w in stacks])
+        new = bf16_round(f64(prefix) + bf16_round(f64(delta) + bf16_round(f64(shared))))
+        x = attn_res64(new, f64(bank)[:, :COUNT], [f64(w[layer]) for w in stacks], EPS)
         ys = [x @ f64(w[layer]).T for w in ws]
         if last:
             ys[last] = situ64(*np.split(ys[last], 2, axis=-1))
@@ -95,17 +105,6 @@ def mix_case(m: int, kind: str, seed: int, layers: int | None = None, d: int = 7
 
 def _beside(*parts: jax.Array) -> jax.Array:
     return jnp.concatenate([part.astype(jnp.float32) for part in parts], axis=-1)
-
-
-def _mixed64(rows: list[np.ndarray], weights: list[np.ndarray]) -> np.ndarray:
-    """X [N, D] in float64, not rounded at the end."""
-    (prefix, bank, delta, shared), (res_norm, res_proj, norm) = rows, weights
-    new = bf16_round(prefix + bf16_round(delta + bf16_round(shared)))
-    s = np.concatenate([bank[:, :COUNT], new[:, None]], axis=1)
-    score = (s @ (res_norm * res_proj)) / np.sqrt((s * s).mean(-1) + EPS)
-    share = np.exp(score - score.max(-1, keepdims=True))
-    mixed = (share[..., None] / share.sum(-1)[:, None, None] * s).sum(1)
-    return mixed / np.sqrt((mixed**2).mean(-1, keepdims=True) + EPS) * norm
 
 
 def experts_row_case(

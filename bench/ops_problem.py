@@ -64,6 +64,18 @@ def bf16_round(x: np.ndarray) -> np.ndarray:
     return np.asarray(np.asarray(x, np.float32).astype(jnp.bfloat16), np.float64)
 
 
+def attn_res64(
+    new: np.ndarray, bank: np.ndarray, weights: list[np.ndarray], eps: float
+) -> np.ndarray:
+    """AttnRes in float64: of the new prefix [N, D], snapshots [N, J, D] and three weights [D]."""
+    res_norm, res_proj, norm = weights
+    s = np.concatenate([bank, new[:, None]], axis=1)
+    score = (s @ (res_norm * res_proj)) / np.sqrt((s * s).mean(-1) + eps)
+    share = np.exp(score - score.max(-1, keepdims=True))
+    mixed = (share[..., None] / share.sum(-1)[:, None, None] * s).sum(1)
+    return mixed / np.sqrt((mixed**2).mean(-1, keepdims=True) + eps) * norm
+
+
 def situ64(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
     """SiTU in float64."""
     b, c = SITU

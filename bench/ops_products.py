@@ -8,7 +8,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.ops_problem import SITU, Problem, bf16_round, f64, normal, situ64, stack_depth
+from bench.ops_problem import (
+    SITU,
+    Problem,
+    attn_res64,
+    bf16_round,
+    f64,
+    normal,
+    situ64,
+    stack_depth,
+)
 
 
 def skinny_case(m: int, n: int, k: int, seed: int, layers: int | None = None, **kw: Any) -> Problem:
@@ -151,13 +160,8 @@ def attn_res_case(m: int, count: int, seed: int) -> Problem:
 
     def exact(_: int, rows: np.ndarray) -> np.ndarray:
         new = bf16_round(f64(prefix) + f64(delta))
-        s = np.concatenate([f64(snapshots)[:, :count], new[:, None]], axis=1)
-        c = f64(res_norm) * f64(res_proj)[0]
-        score = (s @ c) / np.sqrt((s * s).mean(-1) + 1e-5)
-        share = np.exp(score - score.max(-1, keepdims=True))
-        share /= share.sum(-1, keepdims=True)
-        mixed = (share[..., None] * s).sum(1)
-        return (mixed / np.sqrt((mixed**2).mean(-1, keepdims=True) + 1e-5) * f64(norm))[rows]
+        weights = [f64(res_norm), f64(res_proj)[0], f64(norm)]
+        return attn_res64(new, f64(snapshots)[:, :count], weights, 1e-5)[rows]
 
     return Problem(
         lambda _: fast(*args),

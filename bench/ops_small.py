@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.ops_problem import Problem, bf16_round, f64, normal, stack_depth
+from bench.ops_problem import Problem, attn_res64, bf16_round, f64, normal, stack_depth
 
 
 def attn_res_case(m: int, count: int, seed: int) -> Problem:
@@ -42,11 +42,9 @@ def attn_res_case(m: int, count: int, seed: int) -> Problem:
 
     def exact(_: int, rows: np.ndarray) -> np.ndarray:
         both = bf16_round(f64(delta) + bf16_round(f64(shared)))
-        s = np.concatenate([f64(snapshots)[:, :count], bf16_round(f64(prefix) + both)[:, None]], 1)
-        score = (s @ (f64(res_norm) * f64(res_proj)[0])) / np.sqrt((s * s).mean(-1) + 1e-5)
-        share = np.exp(score - score.max(-1, keepdims=True))
-        mixed = (share[..., None] / share.sum(-1)[:, None, None] * s).sum(1)
-        return (mixed / np.sqrt((mixed**2).mean(-1, keepdims=True) + 1e-5) * f64(norm))[rows]
+        weights = [f64(res_norm), f64(res_proj)[0], f64(norm)]
+        new = bf16_round(f64(prefix) + both)
+        return attn_res64(new, f64(snapshots)[:, :count], weights, 1e-5)[rows]
 
     return Problem(
         lambda _: fast(shared, *args),

@@ -148,9 +148,9 @@ class _Hinted:
     """Mosaic's NVVM operations, of which the copies of some kernels carry a cache policy.
 
     PTX has a place for it and Mosaic GPU no option. Under JAX 0.12, which writes the copy as text,
-    there is none, and nothing else is different. 100 MB of weights per layer go
-    through L2, and what the step reads again, activations and state, is lost with them: 2 us per
-    layer at 1 row. Other kernels of the process are left as they are.
+    there is none, and nothing else is different. 100 MB of weights per layer go through L2, and
+    what the step reads again, activations and state, is lost with them: 2 us per layer at 1 row.
+    Other kernels of the process are left as they are.
     """
 
     def __init__(self, operations: Any) -> None:
@@ -297,6 +297,24 @@ mad.lo.u32 at, at, 4, $2;
 """
 
 
+_LOAD_OR_ZEROS = """
+{
+.reg .pred in;
+.reg .b32 v0, v1, v2, v3;
+setp.lt.u32 in, $5, BELOW;
+mov.b32 v0, 0;
+mov.b32 v1, 0;
+mov.b32 v2, 0;
+mov.b32 v3, 0;
+@in LOAD {v0, v1, v2, v3}, [$4+OFFSET];
+mov.b32 $0, v0;
+mov.b32 $1, v1;
+mov.b32 $2, v2;
+mov.b32 $3, v3;
+}
+"""
+
+
 class Registers:
     """Raw register code inside `plgpu.inline_mgpu`: PTX, shared-memory pointers, bit casts.
 
@@ -358,6 +376,20 @@ class Registers:
         i64 = self.ir.IntegerType.get_signless(64)
         (wide,) = self.ptx("cvt.u64.u32 $0, $1;", offset, results=1, kind=i64)
         return self.arith.addi(address, wide)
+
+    def load_or_zeros(
+        self, load: str, address: Any, number: Any, below: int, offset: int = 0
+    ) -> list[Any]:
+        """Four i32 registers from a 64-bit address; zeros, and no access, unless number < below.
+
+        `load` is the PTX instruction without its operands; `number` i32 is taken as unsigned.
+        """
+        text = (
+            _LOAD_OR_ZEROS.replace("LOAD", load)
+            .replace("BELOW", str(below))
+            .replace("OFFSET", str(offset))
+        )
+        return self.ptx(text, address, number, results=4, volatile=True)
 
     def vector_of(self, words: Any, kind: Any) -> Any:
         """i32 registers, in order, as one vector register of type `kind`."""

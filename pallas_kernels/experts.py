@@ -10,10 +10,10 @@ exact for scale bytes 0..254.
 
 Two kernels. `gate_up` makes h = SiTU(W13 x) per *unit*, an expert with up to 8 rows; `down` makes
 W2 h per unit and writes it per (row, expert) pair; the weighted sum over a row's pairs is plain
-jnp. An expert that several rows chose is read once per 8 of
-its rows: for N <= 8 the eight columns of the tensor core's narrow operand are the rows themselves,
-beyond that the rows of each expert are gathered. Columns do not mix, so a row with NaN spoils its
-own pairs only, and columns that belong to no row may hold anything.
+jnp. An expert that several rows chose is read once per 8 of its rows: for N <= 8 the eight columns
+of the tensor core's narrow operand are the rows themselves, beyond that the rows of each expert are
+gathered. Columns do not mix, so a row with NaN spoils its own pairs only, and columns that belong
+to no row may hold anything.
 
 `gate_up` runs a fixed number of CTAs; a work item is 64 rows of one unit's W13 (32 gate rows and
 their 32 up rows), whose K the warpgroups share; one of them, in turn, adds the four sums in a fixed

@@ -240,27 +240,6 @@ mov.b32 value, {zero, rounded};
 mul.rn.f32 $0, value, weight;
 }
 """
-# $0..$3 the lane's part of 32 numbers of h: column 0, which four lanes have, and else zeros;
-# $4 lane, $5 place of the 32
-_LOAD_H = """
-{
-.reg .pred mine;
-.reg .b32 v0, v1, v2, v3;
-.reg .b64 at;
-setp.lt.u32 mine, $4, 4;
-mov.b32 v0, 0;
-mov.b32 v1, 0;
-mov.b32 v2, 0;
-mov.b32 v3, 0;
-mul.wide.u32 at, $4, 16;
-add.u64 at, at, $5;
-@mine ld.global.v4.b32 {v0, v1, v2, v3}, [at+OFFSET];
-mov.b32 $0, v0;
-mov.b32 $1, v1;
-mov.b32 $2, v2;
-mov.b32 $3, v3;
-}
-"""
 # Column 0 is that of the row, which every fourth lane has. $0, $1 the sums of its rows g and g + 8
 # of the warp's 16, to places 2 g and 2 g + 1 of these in the first CTA; $2 thread, $3 places of the
 # warpgroup in this CTA, $4 mailbox
@@ -357,13 +336,15 @@ class _Down:
         return [[one(s, k0) for k0 in starts] for s in range(self.per)]
 
     def _operands(self, reg: common.Registers, base: Any) -> list[list[Any]]:
-        """Of each expert the lane's part of h, 32 numbers after the other."""
+        """Of each expert the lane's part of h, 32 numbers after the other.
+
+        That is column 0, which four lanes have, and else zeros.
+        """
         lane = reg.ptx("and.b32 $0, $1, 31;", reg.thread(), results=1)[0]
-        groups = self.width // 32
+        at, groups = reg.wide_add(base, reg.mul(lane, 16)), self.width // 32
 
         def one(number: int) -> Any:
-            text = _LOAD_H.replace("OFFSET", str(2 * COLUMNS * 32 * number))
-            return reg.ptx(text, lane, base, results=4, volatile=True)
+            return reg.load_or_zeros("ld.global.v4.b32", at, lane, 4, 2 * COLUMNS * 32 * number)
 
         return [[one(s * groups + i) for i in range(groups)] for s in range(self.per)]
 

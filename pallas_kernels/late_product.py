@@ -202,23 +202,6 @@ setp.lt.u32 on, now, CYCLES;
 _POLICY = "createpolicy.fractional.L2::evict_first.b64 $0, 1.0;"
 _LOAD = "ld.global.nc.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4+AT];"
 _LOAD_DROP = "ld.global.nc.L1::no_allocate.L2::cache_hint.v4.b32 {$0, $1, $2, $3}, [$4+AT], $5;"
-# from L2, where it was written; $4 address, $5 the lane's place in x, zeros beyond the rows
-_LOAD_X = """
-{
-.reg .pred in;
-.reg .b32 a, b, c, d;
-setp.lt.u32 in, $5, LIMIT;
-mov.b32 a, 0;
-mov.b32 b, 0;
-mov.b32 c, 0;
-mov.b32 d, 0;
-@in ld.global.cg.v4.b32 {a, b, c, d}, [$4+AT];
-mov.b32 $0, a;
-mov.b32 $1, b;
-mov.b32 $2, c;
-mov.b32 $3, d;
-}
-"""
 _MMA = (
     "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {$0, $1, $2, $3}, {$4, $5, $6, $7},"
     " {$8, $9}, {$10, $11, $12, $13};"
@@ -281,8 +264,10 @@ def _multiply_registers(
     if counter is not None:
         meeting.look(reg, counter, arrivals)
     at = reg.wide_add(reg.global_address(x), x_at)
-    loads = [_filled(_LOAD_X, LIMIT=s.n * line, AT=2 * BLOCK * j) for j in range(blocks)]
-    columns = [reg.ptx(text, at, x_at, results=4, volatile=True) for text in loads]
+    from_l2 = "ld.global.cg.v4.b32"  # where other CTAs wrote it
+    columns = [
+        reg.load_or_zeros(from_l2, at, x_at, s.n * line, 2 * BLOCK * j) for j in range(blocks)
+    ]
     total = [[reg.as_f32(reg.constant(0))] * 4 for _ in range(units)]
     for j, b in enumerate(columns):
         for i in (0, 2):  # of the four words of a lane, two for each product

@@ -67,7 +67,7 @@ class Tuning:
         pace: ns between two requests of weights before that row is there. What a multiprocessor has
             asked for at once stands before all that its neighbours send: 160 KB are 2.5 us.
             Measured best: 350 where a CTA has 28 steps, 150 for 14.
-        rows: of one cluster that makes x, one per warpgroup; they share the instruction issue.
+        rows: of one cluster, one per warpgroup; they share the instruction issue.
         looks: at the counter between two requests of weights, for the same reason.
     """
 
@@ -104,8 +104,7 @@ def default_tuning(rows: int, d: int, sizes: Sequence[int]) -> Tuning:
 def _shared_bytes(t: Tuning, d: int, bank: int) -> int:
     """Shared memory of a CTA: that of `skinny`, whose results are not staged here; x, if held."""
     shapes = attn_res.scratch_shapes(t.mix, bank).values()
-    rows = 2 if t.each else t.rows
-    mixture = sum(common.round_up(rows * math.prod(shape) * 4, 1024) for shape in shapes)
+    mixture = sum(common.round_up(t.rows * math.prod(shape) * 4, 1024) for shape in shapes)
     wgs = t.products.warpgroups
     tile = skinny.TILE * WIDTH * 4  # a mixture lies where sums do
     ring = wgs * t.products.stages * WIDTH * t.products.step * 2
@@ -126,17 +125,17 @@ def limits(m: Mix, items: Sequence[Projection], *, tuning: Tuning | None = None)
     t = tuning or default_tuning(n, d, [p.rows for p in items])
     out = attn_res.limits(m.prefix, m.snapshots, m.delta, shared=m.shared, tuning=t.mix)
     out += skinny.limits(m.prefix, items, tuning=t.products)
-    common.expect(out, "rows", n, f"1..{MAX_ROWS}", 1 <= n <= MAX_ROWS)
+    most = 1 if t.each else MAX_ROWS
+    common.expect(out, "rows", n, f"1..{most}", 1 <= n <= most)
     span = attn_res.SPANS[-1]
     common.expect(out, "width", d, f"a multiple of {span}", d % span == 0)
     found = {p.w.shape[2] for p in items}
     common.expect(out, "columns of w", found, {d}, found == {d})
     used, limit = _shared_bytes(t, d, m.snapshots.shape[1]), common.SHARED_MEMORY
     common.expect(out, "shared memory", used, f"at most {limit} bytes", used <= limit)
-    rows, wgs = (n if t.each else t.rows), t.products.warpgroups
-    wanted = "1, and a warpgroup more" if t.each else f"1..{wgs}"
-    ok = (rows == 1 and wgs > 1) if t.each else 1 <= rows <= wgs
-    common.expect(out, "rows of a cluster", rows, wanted, ok)
+    free = t.products.warpgroups - t.each  # one asks for w meanwhile
+    ok = 1 <= t.rows <= free
+    common.expect(out, "rows of a cluster", t.rows, f"1..{free}", ok)
     if ok:
         clusters = sum(_clusters(n, sum(p.kind(skinny.TILE).tiles for p in items), t))
         common.expect(out, "clusters", clusters, f"at most {MOST}", clusters <= MOST)
@@ -227,8 +226,7 @@ def _build(
     if t.each:
         squares = cluster_sum.WARPS * t.mix.parts, WIDTH
         memory["row_parts"] = plgpu.SMEM(squares, jnp.float32)
-    rows = form.rows if t.each else t.rows
-    mixing = [plgpu.SMEM((rows, *shape), jnp.float32) for shape in shapes_of_row]
+    mixing = [plgpu.SMEM((t.rows, *shape), jnp.float32) for shape in shapes_of_row]
     memory["sums"] = plgpu.RefUnion(mixing, [memory["sums"]])
     memory |= skinny.parts(kinds, WIDTH, cut, False)
     memory["mail"] = mailbox.scratch(len(_expected(form, kinds, t, bank)))
@@ -253,17 +251,16 @@ def _expected(
     form: attn_res.Form, kinds: tuple[skinny.Kind, ...], t: Tuning, bank: int
 ) -> list[int]:
     """Bytes in the mailboxes: of the products, of the rows in this cluster, of x if it is held."""
-    rows = form.rows if t.each else t.rows
     held = t.held(form.width) * t.products.step * 2 + cluster_sum.sums_bytes(t.mix.parts, 1)
     tiles = skinny.expected(kinds, form.rows, WIDTH, t.products, False)
-    return [*tiles, *attn_res.expected(t.mix, bank) * rows, *([held] if t.each else [])]
+    return [*tiles, *attn_res.expected(t.mix, bank) * t.rows, *([held] if t.each else [])]
 
 
 def _body(form: attn_res.Form, kinds: tuple[skinny.Kind, ...], t: Tuning, bank: int) -> Any:
     from jax.experimental import pallas as pl
 
     cut, per_row, count = t.products, t.mix.parts, len(kinds)
-    makers, rows = _clusters(form.rows, 0, t)[0], form.rows if t.each else t.rows
+    makers = _clusters(form.rows, 0, t)[0]
     boxes = _expected(form, kinds, t, bank)
 
     def body(
@@ -299,8 +296,8 @@ def _body(form: attn_res.Form, kinds: tuple[skinny.Kind, ...], t: Tuning, bank: 
         )  # fmt: skip
 
         def mix(row, use):
-            mine = (cta < per_row) & (wg < rows) & (row < form.rows)
-            at = jnp.minimum(wg, rows - 1)
+            mine = (cta < per_row) & (wg < t.rows) & (row < form.rows)
+            at = jnp.minimum(wg, t.rows - 1)
             own = mail.at[pl.ds((count + at * attn_res.MEETINGS) * mailbox.BOX, _ROW_BOXES)]
             scratch = *(memory.at[at] for memory in mixing), own
             pl.when(mine)(lambda: use(form, row, cta, inputs, scratch))

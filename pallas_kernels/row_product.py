@@ -39,23 +39,6 @@ mov.b32 $2, at;
 }
 """
 _LOAD = "ld.global.nc.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4+OFFSET];"
-# $0..$3 this lane's part of group $5 + TURN of x at $4, zeros where there is none
-_LOAD_X = """
-{
-.reg .pred in;
-.reg .b32 v0, v1, v2, v3;
-setp.lt.u32 in, $5, LEFT;
-mov.b32 v0, 0;
-mov.b32 v1, 0;
-mov.b32 v2, 0;
-mov.b32 v3, 0;
-@in ld.global.nc.v4.b32 {v0, v1, v2, v3}, [$4+OFFSET];
-mov.b32 $0, v0;
-mov.b32 $1, v1;
-mov.b32 $2, v2;
-mov.b32 $3, v3;
-}
-"""
 _MMA = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {d0, d1, d2, d3},"
 # $0..$3 sums, of rows g and g + 8, from $17..$20; $4..$7 and $8..$11 these rows of W; $12..$15 x;
 # $16 column. Which of the 32 a lane holds does not matter, as it is the same for W and x.
@@ -121,9 +104,8 @@ def _registers(w: Any, x: Any, y: Any) -> None:
     mine = reg.add(reg.mul(column, 2 * GROUP), reg.mul(place, 16))
     from_x, held = reg.wide_add(reg.global_address(x), mine), []
     for first in range(0, groups, COLUMNS):
-        text = _LOAD_X.replace("LEFT", str(groups - first))
-        text = text.replace("OFFSET", str(2 * GROUP * first))
-        held.append(reg.ptx(text, from_x, column, results=4, volatile=True))
+        left, at = groups - first, 2 * GROUP * first
+        held.append(reg.load_or_zeros("ld.global.nc.v4.b32", from_x, column, left, at))
     waiting = [load(i) for i in range(min(AHEAD, groups))]
     zero = reg.arith.constant(reg.f32, reg.ir.FloatAttr.get(reg.f32, 0.0))
     sums = [zero] * 4
