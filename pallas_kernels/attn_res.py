@@ -18,7 +18,7 @@ and kept in registers. Their sums meet twice, for the scores and for the norm: e
 own into the shared memory of all CTAs (see `cluster_sum.push`).
 
 The weights are [D] each, or with `layer` stacks [L, D] of which that row is meant. A width that is
-no multiple of 256 is filled with zeros first and the results are cut again: copies, for small
+no multiple of 512 is filled with zeros first and the results are cut again: copies, for small
 models.
 """
 
@@ -38,7 +38,9 @@ from pallas_kernels import attn_res_registers as registers
 from pallas_kernels import cluster_sum, common, mailbox
 
 SPANS = (1024, 512, 256)  # columns of a CTA: 8, 4 or 2 neighbours per thread, one load
+MIN_PARTS = 2  # st.async, of which mailboxes are made, is illegal in a kernel without clusters
 MAX_PARTS = 8  # cluster size that every device takes
+FILL = MIN_PARTS * SPANS[-1]
 MEETINGS = 2  # of a row's parts
 
 
@@ -62,8 +64,9 @@ def default_tuning(rows: int, d: int) -> Tuning:
     multiprocessor, all resident. Waiting for `count` costs a memory latency, reading all of the
     bank costs bytes: 4 MB instead of 7 at 64 rows, and nothing at few.
     """
-    fits = [d // span for span in SPANS if d % span == 0 and d // span <= MAX_PARTS]
-    return Tuning(parts=fits[0] if fits else 1, eager=rows <= 16)
+    parts = [d // span for span in SPANS if d % span == 0]
+    fits = [count for count in parts if MIN_PARTS <= count <= MAX_PARTS]
+    return Tuning(parts=fits[0] if fits else MIN_PARTS, eager=rows <= 16)
 
 
 def limits(
@@ -76,11 +79,12 @@ def limits(
 ) -> list[str]:
     """Unmet conditions, each with what was found and what is expected."""
     n, d = prefix.shape
-    filled = common.round_up(d, SPANS[-1])
+    filled = common.round_up(d, FILL)
     out: list[str] = []
     t = tuning or default_tuning(n, filled)
     common.expect(out, "rows", n, f"1..{common.MAX_ROWS}", 1 <= n <= common.MAX_ROWS)
-    common.expect(out, "parts", t.parts, f"1..{MAX_PARTS}", 1 <= t.parts <= MAX_PARTS)
+    ok = MIN_PARTS <= t.parts <= MAX_PARTS
+    common.expect(out, "parts", t.parts, f"{MIN_PARTS}..{MAX_PARTS}", ok)
     wanted = f"{t.parts} times one of {SPANS}"
     common.expect(out, "width", d, wanted, filled in [t.parts * span for span in SPANS])
     ok = snapshots.ndim == 3 and snapshots.shape[0] == n and snapshots.shape[2] == d
@@ -193,10 +197,10 @@ def attn_res(
     """
     common.require(limits(prefix, snapshots, delta, shared=shared, tuning=tuning), "attn_res")
     n, real = prefix.shape
-    missing = -real % SPANS[-1]
+    missing = -real % FILL
     if missing:
         prefix, snapshots, delta, shared, res_norm, res_proj, norm = (
-            None if a is None else common.filled(a, SPANS[-1])
+            None if a is None else common.filled(a, FILL)
             for a in (prefix, snapshots, delta, shared, res_norm, res_proj, norm)
         )
     d = real + missing

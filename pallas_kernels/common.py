@@ -6,6 +6,7 @@ lowering semantics; the default changed between JAX versions, so `params` always
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -16,6 +17,7 @@ MINIMUM_JAX = (0, 11, 2)  # warpgroup lowering by default, written Refs aliased 
 MAX_ROWS = 64
 BUCKETS = (8, 16, 32, 64)  # widths of the tensor-core operand that holds the rows
 SHARED_MEMORY = 232448  # bytes one CTA may use on sm_90 and sm_100
+_SPLIT = 200 << 10  # bytes of a CTA with which the multiprocessor gives all it can to shared memory
 
 
 def unmet_conditions() -> list[str]:
@@ -129,15 +131,52 @@ def kernel(
     """
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    body.__name__ = name
     if interpret:
         kw["interpret"] = interpreter()
-    elif read_once:
-        _READ_ONCE.add(name)
-        _Hinted.install()
+    else:
+        body, kw = _with_the_largest_split(body, kw)
+        if read_once:
+            _READ_ONCE.add(name)
+            _Hinted.install()
+    body.__name__ = name
     more: dict[str, bool] = dict(is_multi_process=True) if multi_process else {}
     settings = params(unsafe_no_auto_barriers=own_barriers, **more)
     return plgpu.kernel(body, compiler_params=settings, **kw)
+
+
+def _with_the_largest_split(body: Any, kw: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+    """The kernel with more scratch memory than it uses, where a multiprocessor runs one CTA of it.
+
+    The driver splits a multiprocessor's memory between L1 and shared memory by what a kernel asks
+    for, and changes the split only while nothing runs there: a kernel that wants another split than
+    the one before it starts late.
+    """
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    scratch = kw.get("scratch_types")
+    ctas = math.prod((*kw["grid"], *kw.get("cluster", ())))
+    if not isinstance(scratch, dict) or ctas > (cores() or 0):
+        return body, kw
+    missing = _SPLIT - sum(map(_shared_bytes, scratch.values()))
+    if missing <= 0:
+        return body, kw
+
+    def with_unused(*args: Any, unused: Any, **named: Any) -> None:
+        body(*args, **named)
+
+    unused = plgpu.SMEM((missing // 4,), jnp.int32)
+    return with_unused, kw | dict(scratch_types=dict(scratch, unused=unused))
+
+
+def _shared_bytes(scratch: Any) -> int:
+    """Of shared memory that an entry of `scratch_types` takes, barriers not counted."""
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+
+    if isinstance(scratch, plgpu.RefUnion):
+        return max(sum(map(_shared_bytes, refs)) for refs in scratch.refs)
+    if getattr(scratch, "memory_space", None) != plgpu.MemorySpace.SMEM:
+        return 0
+    return round_up(math.prod(scratch.shape) * jnp.dtype(scratch.dtype).itemsize, 1024)
 
 
 _READ_ONCE: set[str] = set()  # names of kernels

@@ -59,8 +59,6 @@ class Tuning:
         one_kernel: both products in one kernel, all CTAs of which meet between them; `warpgroups`
             serve both. All CTAs must be resident: at most one per multiprocessor.
         own_barriers: a warpgroup's warps meet where the bodies say so only (`common.kernel`).
-        pairs: of `experts_row`, whose default it is where it fits: CTAs in pairs that make the
-            weighted sum too (`experts_pairs`).
     """
 
     ctas: int = 132
@@ -71,7 +69,6 @@ class Tuning:
     down_stages: int = 2
     one_kernel: bool = False
     own_barriers: bool = True
-    pairs: bool = False
 
 
 def default_tuning(rows: int, width: int, latent: int) -> Tuning:
@@ -315,15 +312,12 @@ def _gate_up_body(
         full,
         done,
         free,
-        prepare=None,  # (first item, items), called first: then x is staged, the table is there
     ):
         cta, wg = lax.axis_index("cta"), lax.axis_index("wg")
         items = (k if n == 1 else count[0]) * tiles
         start, end = cta * items // t.ctas, (cta + 1) * items // t.ctas
         mine = end - start
         which = layer[0]
-        if prepare is not None:
-            prepare(start, mine)
 
         def tile_of(item):
             return table[item // tiles, 0] * tiles + lax.rem(item, tiles)
@@ -339,7 +333,7 @@ def _gate_up_body(
             for j in range(steps):
                 issue(tile, j)
 
-        if dense and prepare is None:
+        if dense:
             pl.when(mine > 0)(lambda: stage(x, xs, wg, z // wgs, range(n), interpret))
 
         def item_step(i, previous):
@@ -590,19 +584,15 @@ class Both:
 
     def run(
         self, x, count, table, a, b, layer, met, h, r, *,
-        memory, full, done, free, left, full_down, prepare=None,
+        memory, full, done, free, left, full_down,
     ) -> None:  # fmt: skip
-        """Both bodies; all CTAs meet once, at `met` i32 [1].
-
-        `prepare(xs, first item, items)` of `gate_up` is called first and stages x, see there.
-        """
+        """Both bodies; all CTAs meet once, at `met` i32 [1]."""
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         n, z, k, width, t = self.rows, self.latent, self.chosen, self.width, self.t
         (ws, xs, sums), (ws_down, hs, rs) = memory
-        before = None if prepare is None else partial(prepare, xs)
         first = _gate_up_body(n, z, k, width, self.betas, t, False)
-        first(x, count, table, a, layer, h, ws, xs, sums, full, done, free, before)
+        first(x, count, table, a, layer, h, ws, xs, sums, full, done, free)
         plgpu.commit_smem()  # the CTA's shared memory gets another use
         plgpu.barrier_arrive(left.at[0])
         plgpu.barrier_wait(left.at[0])

@@ -30,6 +30,7 @@ from jax import lax
 from pallas_kernels import common, experts, mailbox, meeting, mxfp4
 from pallas_kernels.experts import Tuning
 from pallas_kernels.experts_pack import HALF
+from pallas_kernels.row_product import LINE, Units
 from pallas_kernels.units import COLUMNS
 
 CTAS = 2  # of a pair
@@ -46,7 +47,18 @@ class Pairs:
     width: int
     betas: tuple[float, float]
     t: Tuning
+    hidden: tuple[int, int]  # rows and columns of the product beside
     dtype: Any = jnp.float32  # of the total
+
+    @property
+    def tiles(self) -> int:
+        """Of h, one of a CTA at most."""
+        return self.chosen * (self.width // HALF)
+
+    @property
+    def beside(self) -> Units:
+        """What the CTAs without a tile of h have to do in that time."""
+        return Units(*self.hidden, self.t.ctas - self.tiles)
 
     @property
     def per(self) -> int:
@@ -68,6 +80,11 @@ class Pairs:
         """Unmet conditions, each with what was found and expected; `words` of the choice."""
         out: list[str] = []
         t, tiles = self.t, self.latent // mxfp4.ROWS
+        ok = self.tiles < t.ctas
+        common.expect(out, "tiles of W13", self.tiles, f"fewer than {t.ctas} CTAs", ok)
+        if not ok:
+            return out
+        out += self.beside.limits(t.warpgroups)
         wgs, limit = CTAS * t.warpgroups, common.SHARED_MEMORY
         ok = self.chosen % wgs == 0
         common.expect(out, "chosen experts in pairs", self.chosen, f"a multiple of {wgs}", ok)
@@ -76,16 +93,18 @@ class Pairs:
         common.expect(out, "CTAs in pairs", t.ctas, "an even number", t.ctas % CTAS == 0)
         pairs = t.ctas // CTAS
         common.expect(out, "tiles of the latent", tiles, f"at most {pairs} pairs", tiles <= pairs)
-        used = self.shared_bytes(words)
-        common.expect(out, "shared memory", used, f"at most {limit} bytes in pairs", used <= limit)
+        if not out:
+            used = self.shared_bytes(words)
+            common.expect(out, "shared memory", used, f"at most {limit} bytes", used <= limit)
         return out
 
     def shared_bytes(self, words: int) -> int:
         """Of one CTA, `words` i32 of the choice included."""
         wgs, m = self.t.warpgroups, mxfp4.ROWS
-        ring = wgs * self.lines * 128
+        ring = wgs * self.lines * 128 + COLUMNS * self.latent * 2
+        beside = self.beside.per * self.beside.lines * LINE * 2
         sums = wgs * m * COLUMNS * 4 + CTAS * wgs * m * 4
-        return ring + COLUMNS * self.latent * 2 + sums + 4 * words + 2048
+        return max(ring, beside) + sums + 4 * words + 4096
 
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
         """Of h and the total."""
@@ -102,12 +121,15 @@ class Pairs:
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
         z, wgs, bf16, f32 = self.latent, self.t.warpgroups, jnp.bfloat16, jnp.float32
+        ring = plgpu.SMEM((wgs, self.lines, mxfp4.LINE), jnp.uint32)
         scratch = dict(
-            ws=plgpu.SMEM((wgs, self.lines, mxfp4.LINE), jnp.uint32),
-            xs=plgpu.SMEM((z // 32, COLUMNS, 32), bf16),
+            memory=plgpu.RefUnion(
+                [ring, plgpu.SMEM((z // 32, COLUMNS, 32), bf16)], [self.beside.place()]
+            ),
             sums=plgpu.SMEM((wgs, mxfp4.ROWS, COLUMNS), f32),
             parts=plgpu.SMEM((CTAS * wgs, mxfp4.ROWS), f32),
             mail=mailbox.scratch(1),
+            came=plgpu.Barrier(num_barriers=self.beside.per),
             full=plgpu.Barrier(num_barriers=wgs * self.steps),
             done=plgpu.Barrier(num_barriers=1, num_arrivals=wgs),
             full_down=plgpu.Barrier(num_barriers=wgs, num_arrivals=self.per),
@@ -121,18 +143,21 @@ class Pairs:
 
     def run(
         self, table: Any, a: Any, b: Any, which: Any, met: Any, h: Any, total: Any, shares: Any, *,
-        ws: Any, xs: Any, sums: Any, parts: Any, mail: Any,
-        full: Any, done: Any, full_down: Any, weighed: Any, summed: Any,
+        memory: Any, sums: Any, parts: Any, mail: Any,
+        came: Any, full: Any, done: Any, full_down: Any, weighed: Any, summed: Any,
         prepare: Callable[..., None], weigh: Callable[[], None],
     ) -> None:  # fmt: skip
         """The body. `table` as `down` reads it, `which` layer; `shares` shared f32 bits i32 [k].
 
-        `prepare(xs, first item, items)` as in `experts`; `weigh()`, called by the last warpgroup
-        while W13 is on its way, leaves the weights in `shares`. `met` i32 [1] counts tiles of h.
+        `prepare(xs, item, items, beside)` comes first and leaves x in `xs` where the CTA has an
+        item, a tile of h, and otherwise makes the product beside, with `beside`, memory and
+        barriers for it; behind it the table is there. `weigh()`, called by the last warpgroup while
+        W13 is on its way, leaves the weights in `shares`. `met` i32 [1] counts tiles of h.
         """
         from jax.experimental import pallas as pl
         from jax.experimental.pallas import mosaic_gpu as plgpu
 
+        (ws, xs), (units,) = memory
         t, wg = self.t, lax.axis_index("wg")
         mailbox.open_mail(mail, [t.warpgroups * mxfp4.ROWS * 4])
         item, mine = self._item()
@@ -151,7 +176,7 @@ class Pairs:
             weigh()
             plgpu.barrier_arrive(weighed.at[0])
 
-        prepare(xs, item, mine)
+        prepare(xs, item, mine, (units, came))
         pl.when(mine > 0)(lambda: self._issue(table, a, which, item, wg, ws, full))
         mailbox.enter()  # the other CTA has come long since: nobody waits
         pl.when(wg == t.warpgroups - 1)(settle)
@@ -164,7 +189,7 @@ class Pairs:
         def _():
             plgpu.barrier_wait(weighed.at[0])
             plgpu.barrier_wait(full_down.at[wg])
-            down = _Down(self.per, self.width, self.chosen * (self.width // HALF))
+            down = _Down(self.per, self.width, self.tiles)
             own, member = pl.ds(first, self.per), half * t.warpgroups + wg
             down.run(ws.at[wg], met, h.at[own], shares.at[own], parts.at[member], mail)
             plgpu.barrier_arrive(summed.at[0])
@@ -177,8 +202,8 @@ class Pairs:
 
     def _item(self) -> tuple[Any, Any]:
         """The tile of h that is this CTA's, and whether there is one: 0 or 1."""
-        items, cta = self.chosen * (self.width // HALF), self.cta()
-        start, end = cta * items // self.t.ctas, (cta + 1) * items // self.t.ctas
+        cta, ctas = self.cta(), self.t.ctas
+        start, end = cta * self.tiles // ctas, (cta + 1) * self.tiles // ctas
         return start, end - start
 
     def _issue(

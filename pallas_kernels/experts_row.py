@@ -5,17 +5,16 @@
     routed f32 [1, Z] as from `experts`; ids i32 [1, k], weights f32 [1, k] as from `topk`
     beside f32 [1, D] = hidden shared^T, exact products and f32 sums
 
-One kernel, in place of `topk` and `experts`, with their rounding. One row's choice is so little
-work that every CTA makes it for itself, by its last warpgroup, while the others bring x into place;
-what it chose stays in shared memory. In `gate_up` one row has fewer items than there are CTAs:
-those without one make the product beside, a tile per warpgroup, straight from global memory
-(`row_product`). The weighted sum is in the kernel where CTAs go in pairs (`experts_pairs`), which
-is the default where it fits; otherwise it is XLA's, behind it.
+One kernel, in place of `topk` and `experts`, with their rounding, but for the order of sums. One
+row's choice is so little work that every CTA makes it for itself, by its last warpgroup, while the
+others bring x into place; what it chose stays in shared memory. In `gate_up` one row has fewer
+items than there are CTAs: those without one make the product beside (`row_product`). How the
+products are cut and the weighted sum is made: `experts_pairs`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -23,9 +22,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import common, experts, meeting, row_product, topk, topk_registers
-from pallas_kernels.experts import Both, Tuning
-from pallas_kernels.experts_pack import HALF
+from pallas_kernels import common, experts, meeting, topk, topk_registers
+from pallas_kernels.experts import Tuning
 from pallas_kernels.experts_pairs import Pairs
 from pallas_kernels.experts_stage import stage
 from pallas_kernels.units import COLUMNS
@@ -50,42 +48,23 @@ class Found(NamedTuple):
     weights: jax.Array  # f32 [1, k]
 
 
-def default_tuning(experts_: int, k: int, width: int, latent: int) -> Tuning:
-    """That of `experts` for one row, with CTAs in pairs where that fits."""
-    t = experts.default_tuning(1, width, latent)
-    words = topk_registers.scratch_words(experts_, k, 1)
-    fits = t.one_kernel and not Pairs(k, latent, width, (0.0, 0.0), t).limits(words)
-    return replace(t, pairs=fits)
-
-
 def limits(
     row: Row, w13: jax.Array, w2: jax.Array, *, k: int, width: int, tuning: Tuning | None = None
 ) -> list[str]:
     """Unmet conditions, each with what was found and what is expected."""
     (n, z), e, (_, d, m) = row.latent.shape, row.bias.shape[-1], row.shared.shape
-    t = tuning or default_tuning(e, k, width, z)
+    t = tuning or experts.default_tuning(1, width, z)
     ids = jax.ShapeDtypeStruct((n, k), jnp.int32)
     out = experts.limits(row.latent, ids, w13, w2, width=width, tuning=t)
     out += topk.limits(row.logits, row.bias, k=k)
     common.expect(out, "rows", n, "1", n == 1)
     common.expect(out, "one_kernel", t.one_kernel, "True", t.one_kernel)
     common.expect(out, "experts", e, f"a multiple of {topk.LANES}", e % topk.LANES == 0)
-    items = k * (width // HALF)
-    common.expect(out, "tiles of W13", items, f"fewer than {t.ctas} CTAs", items < t.ctas)
     common.expect(out, "shape of hidden", row.hidden.shape, (1, m), row.hidden.shape == (1, m))
     for name, x in (("hidden", row.hidden), ("shared", row.shared)):
         common.expect(out, f"dtype of {name}", x.dtype, "bfloat16", x.dtype == jnp.bfloat16)
-    unit, group = row_product.ROWS, row_product.GROUP
-    common.expect(out, "rows of shared", d, f"a multiple of {unit}", d % unit == 0)
-    wanted = f"a multiple of {group}, at most {row_product.MOST}"
-    ok = m % group == 0 and m <= row_product.MOST
-    common.expect(out, "columns of shared", m, wanted, ok)
     words = topk_registers.scratch_words(e, k, 1)
-    if t.pairs:
-        return out + Pairs(k, z, width, (0.0, 0.0), t).limits(words)
-    used, limit = experts.shared_bytes(z, width, t) + 4 * words, common.SHARED_MEMORY
-    common.expect(out, "shared memory", used, f"at most {limit} bytes", used <= limit)
-    return out
+    return out + Pairs(k, z, width, (0.0, 0.0), t, (d, m)).limits(words)
 
 
 def reference(
@@ -135,7 +114,7 @@ def experts_row(
         ValueError: `limits` are not met.
     """
     common.require(limits(row, w13, w2, k=k, width=width, tuning=tuning), "experts_row")
-    t = tuning or default_tuning(row.bias.shape[1], k, width, row.latent.shape[1])
+    t = tuning or experts.default_tuning(1, width, row.latent.shape[1])
     if interpret:
         beside = row.hidden, row.shared
         found = topk.topk(
@@ -147,10 +126,12 @@ def experts_row(
         )  # fmt: skip
         assert found.shared is not None
         return Found(_rounded(routed, out_dtype), found.shared, found.ids, found.weights)
-    call = _build(row, k, scaling, width, betas, t, out_dtype)
+    hidden = row.shared.shape[1:]
+    form = Pairs(k, row.latent.shape[1], width, betas, t, (hidden[0], hidden[1]), out_dtype)
+    call = _build(form, row.bias.shape[1], scaling)
+    lined = row._replace(shared=form.beside.lined(row.shared))
     held = jax.new_ref(counters)
-    ids, weights, shared, _, last = call(*row, w13, w2, common.layer_operand(layer), held)
-    routed = last if t.pairs else _rounded(experts.weighted_sum(last, weights), out_dtype)
+    ids, weights, shared, _, routed = call(*lined, w13, w2, common.layer_operand(layer), held)
     return Found(routed, shared, ids, weights)
 
 
@@ -158,26 +139,22 @@ def _rounded(x: jax.Array, dtype: Any) -> jax.Array:
     return x if dtype == jnp.float32 else lax.reduce_precision(x, 8, 7).astype(dtype)
 
 
-def _build(
-    row: Row, k: int, scaling: float, width: int, betas: tuple[float, float], t: Tuning, dtype: Any
-) -> Any:
+def _build(form: Pairs, e: int, scaling: float) -> Any:
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    z, e, d = row.latent.shape[1], row.bias.shape[1], row.shared.shape[1]
-    form = Pairs(k, z, width, betas, t, dtype) if t.pairs else Both(1, k, z, width, betas, t)
-    cut = form.grid()
+    cut, k = form.grid(), form.chosen
     words = topk_registers.scratch_words(e, k, 1)
     cut["scratch_types"] |= dict(
         words=plgpu.SMEM((words,), jnp.int32),
-        ready=plgpu.Barrier(num_barriers=1, num_arrivals=t.warpgroups),
+        ready=plgpu.Barrier(num_barriers=1, num_arrivals=form.t.warpgroups),
     )
     out = [
         jax.ShapeDtypeStruct((1, k), jnp.int32),
         jax.ShapeDtypeStruct((1, k), jnp.float32),
-        jax.ShapeDtypeStruct((1, d), jnp.float32),
+        jax.ShapeDtypeStruct((1, form.hidden[0]), jnp.float32),
         *form.shapes(),
     ]
-    settings: dict[str, Any] = dict(own_barriers=t.own_barriers, read_once=True, out_type=out)
+    settings: dict[str, Any] = dict(own_barriers=form.t.own_barriers, read_once=True, out_type=out)
     return common.kernel(_body(form, e, scaling), "k3_experts_row", **settings, **cut)
 
 
@@ -195,20 +172,19 @@ class _OnlyRow:
         return self.words[self.first + unit] if field == 0 else jnp.int32(1)
 
 
-def _body(form: Both | Pairs, e: int, scaling: float) -> Any:
+def _body(form: Pairs, e: int, scaling: float) -> Any:
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    k, t = form.chosen, form.t
+    k, t, units = form.chosen, form.t, form.beside
     places = topk_registers.places_of(e, k, 1)
-    spare = t.ctas - k * (form.width // HALF)  # CTAs without an item
 
     def body(
         x,  # bf16 [1, Z]
         logits,  # f32 [1, E]
         bias,  # f32 [L, E]
         hidden,  # bf16 [1, M]
-        shared,  # bf16 [L, D, M]
+        shared,  # bf16 [L, D M / 128, 128]
         a,  # u32 [L, E T, lines, 32]
         b,  # u32 [L, E Z/64, lines, 32]
         layer,  # i32 [1]
@@ -217,7 +193,7 @@ def _body(form: Both | Pairs, e: int, scaling: float) -> Any:
         weights,  # f32 [1, k]
         beside,  # f32 [1, D]
         h,  # bf16 [k, m/32, 8, 32]
-        last,  # bf16 [k, Z] of the experts, or their sum f32 [1, Z]
+        total,  # f32 or bf16 [1, Z]
         *,
         words,  # i32 [..], see `topk_registers`
         ready,
@@ -229,36 +205,27 @@ def _body(form: Both | Pairs, e: int, scaling: float) -> Any:
         def choose():
             own, selection = map(topk_registers.load, (logits.at[0], bias.at[which]))
             topk_registers.rank(1 + jnp.exp(-own), selection, words, k)
-            if not isinstance(form, Pairs):
-                weigh()
 
         def weigh():
+            topk_registers.share(words, e, k, scaling)
             out = ids.at[0], weights.at[0], words
             pl.when(cta == 0)(lambda: topk_registers.weigh(*out, e, scaling))
 
-        def share():
-            topk_registers.share(words, e, k, scaling)
-            weigh()
-
-        def prepare(xs, start, mine):
+        def prepare(xs, item, mine, held):
+            # no CTA has two items, so of those before this one cta - item have none
+            where = cta - item, wg, *held
+            pl.when(mine == 0)(lambda: units.request(shared.at[which], *where))
             pl.when(wg == t.warpgroups - 1)(choose)
             pl.when(mine > 0)(partial(_stage, x, xs, wg, t.warpgroups))
-            # no CTA has two items, so of those before this one cta - start have none; warpgroup
-            # after warpgroup, so that the last, which chooses, gets the fewest tiles
-            number = wg * spare + cta - start
-            tiles = partial(_multiply, hidden, shared, which, beside, number, t.warpgroups * spare)
-            pl.when(mine == 0)(tiles)
+            pl.when(mine == 0)(lambda: units.multiply(*where, hidden.at[0], beside.at[0]))
             plgpu.barrier_arrive(ready.at[0])
             plgpu.barrier_wait(ready.at[0])
 
         table, met = _OnlyRow(words, places.chosen // 4), meeting.one(counters, 1)
-        if isinstance(form, Pairs):
-            shares = words.at[pl.ds(places.maxima // 4, k)]
-            form.run(
-                table, a, b, which, met, h, last, shares, **scratch, prepare=prepare, weigh=share
-            )
-        else:
-            form.run(x, None, table, a, b, layer, met, h, last, **scratch, prepare=prepare)
+        shares = words.at[pl.ds(places.maxima // 4, k)]
+        form.run(
+            table, a, b, which, met, h, total, shares, **scratch, prepare=prepare, weigh=weigh
+        )
 
     return body
 
@@ -273,16 +240,3 @@ def _stage(x: Any, xs: Any, wg: Any, warpgroups: int) -> None:
         pl.when((wg < helpers) & (part < warpgroups))(
             lambda part=part: stage(x, xs, part, per, range(1), False)
         )
-
-
-def _multiply(hidden: Any, shared: Any, which: Any, beside: Any, first: Any, stride: int) -> None:
-    """A warpgroup's tiles of the product beside: first, first + stride, ..."""
-    from jax.experimental import pallas as pl
-
-    tiles = shared.shape[1] // row_product.ROWS
-
-    def tile(i, _):
-        rows = pl.ds((first + i * stride) * row_product.ROWS, row_product.ROWS)
-        row_product.product(shared.at[which, rows], hidden.at[0], beside.at[0, rows])
-
-    lax.fori_loop(0, (tiles - first + stride - 1) // stride, tile, None)

@@ -127,8 +127,8 @@ def limits(m: Mix, items: Sequence[Projection], *, tuning: Tuning | None = None)
     out += skinny.limits(m.prefix, items, tuning=t.products)
     most = 1 if t.each else MAX_ROWS
     common.expect(out, "rows", n, f"1..{most}", 1 <= n <= most)
-    span = attn_res.SPANS[-1]
-    common.expect(out, "width", d, f"a multiple of {span}", d % span == 0)
+    fill = attn_res.FILL
+    common.expect(out, "width", d, f"a multiple of {fill}", d % fill == 0)
     found = {p.w.shape[2] for p in items}
     common.expect(out, "columns of w", found, {d}, found == {d})
     used, limit = _shared_bytes(t, d, m.snapshots.shape[1]), common.SHARED_MEMORY

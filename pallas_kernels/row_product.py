@@ -1,9 +1,11 @@
-"""W x for one row x: a tile of W by one warpgroup, from global memory to registers.
+"""W x for one row x by CTAs without other work: part of `experts_row`.
 
-    w bf16 [64, K], x bf16 [K], y f32 [64], global; K a multiple of 32, at most 1024
+    w bf16 [D, M], x bf16 [M], y f32 [D], global; M a multiple of 32, at most 1024
 
-What a warpgroup without other work can do beside one: it needs no shared memory, and all of its
-loads are on their way before the first product. Products are exact, sums f32 in a fixed order.
+A unit is 16 rows of W and belongs to a warp; each warp of the CTAs has at most one. A unit comes to
+shared memory by the copy engine, in one piece: by ordinary loads, 64 bytes of a row at once, a
+multiprocessor gets 12 KB per us, by the copy engine 60. Products are exact, sums f32 in a fixed
+order.
 
 The products are `mma.sync` m16n8k16, whose narrow operand has eight columns for one row. Of x cut
 into groups of 32, column c holds the groups c, c + 8, ... (zeros where another group is at turn),
@@ -12,33 +14,138 @@ so that each lane keeps a few numbers of x and no more; the eight sums are added
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
+
+import jax
+import jax.numpy as jnp
 
 from pallas_kernels import common
 
-ROWS = 64  # of a tile
-GROUP = 32  # of K: 16 bytes per lane and row
+ROWS = 16  # of a unit
+WARPS = 4  # of a warpgroup
+GROUP = 32  # of M: 16 bytes per lane and row
 COLUMNS = 8
 MOST = 1024  # columns: what lanes keep of x has to fit into registers
-AHEAD = 8  # groups of W on their way, 8 registers each
+LINE = 128  # numbers of a line of W as it is copied
 
-# $0 row g, $1 column (of eight), $2 place in a group of the thread $3: its row in the tile is
-# 16 warp + g, the other one 8 further
+
+@dataclass(frozen=True)
+class Units:
+    """The units of D rows of M numbers, in turn over so many CTAs."""
+
+    d: int
+    m: int
+    ctas: int
+
+    @property
+    def per(self) -> int:
+        """Of a CTA at most, i of CTA s having number s + ctas i."""
+        return -(-self.d // ROWS // self.ctas)
+
+    @property
+    def lines(self) -> int:
+        """Of a unit."""
+        return ROWS * self.m // LINE
+
+    def limits(self, warpgroups: int) -> list[str]:
+        """Unmet conditions, each with what was found and expected."""
+        out: list[str] = []
+        common.expect(out, "rows of shared", self.d, f"a multiple of {ROWS}", self.d % ROWS == 0)
+        wanted = f"a multiple of {GROUP}, at most {MOST}"
+        ok = self.m % GROUP == 0 and self.m <= MOST
+        common.expect(out, "columns of shared", self.m, wanted, ok)
+        most = WARPS * warpgroups
+        ok = self.per <= most
+        common.expect(out, "units of shared per CTA", self.per, f"at most {most}, one per warp", ok)
+        return out
+
+    def lined(self, w: jax.Array) -> jax.Array:
+        """[L, D, M] as `request` takes it: the same bytes in lines."""
+        return w.reshape(w.shape[0], -1, LINE)
+
+    def place(self) -> Any:
+        """Shared memory of a CTA's units."""
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        return plgpu.SMEM((self.per, self.lines, LINE), jnp.bfloat16)
+
+    def request(self, w: Any, cta: Any, wg: Any, place: Any, came: Any) -> None:
+        """By a warpgroup: ask for its units; `w` of one layer, [lines, LINE]."""
+        from jax.experimental import pallas as pl
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        def ask(i: Any) -> None:
+            lines = pl.ds((cta + i * self.ctas) * self.lines, self.lines)
+            plgpu.copy_gmem_to_smem(w.at[lines], place.at[i], came.at[i])
+
+        self._each(cta, wg, ask)
+
+    def multiply(self, cta: Any, wg: Any, place: Any, came: Any, x: Any, y: Any) -> None:
+        """By the same one: y [D] of its units, once they are there."""
+        from jax.experimental import pallas as pl
+        from jax.experimental.pallas import mosaic_gpu as plgpu
+
+        self._each(cta, wg, lambda i: plgpu.barrier_wait(came.at[i]))
+        call = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 4)
+        call(self._code)(place, x, y, y.at[pl.ds(cta * ROWS, ROWS)])
+
+    def _each(self, cta: Any, wg: Any, work: Any) -> None:
+        """`work(i)` for the units that this warpgroup's warps have."""
+        from jax.experimental import pallas as pl
+
+        for warp in range(WARPS):
+            i = wg * WARPS + warp
+            pl.when(cta + i * self.ctas < self.d // ROWS)(lambda i=i: work(i))
+
+    def _code(self, _: Any, place: Any, x: Any, y: Any, first: Any) -> None:
+        reg = common.Registers()
+        thread, groups = reg.utils.thread_idx(), self.m // GROUP
+        row, column, quarter = reg.ptx(_PLACE, thread, results=3)
+        mine = reg.add(reg.mul(column, 2 * GROUP), reg.mul(quarter, 16))
+        from_x, held = reg.wide_add(reg.global_address(x), mine), []
+        for start in range(0, groups, COLUMNS):
+            left, at = groups - start, 2 * GROUP * start
+            held.append(reg.load_or_zeros("ld.global.nc.v4.b32", from_x, column, left, at))
+        # a warp without a unit reads that of another one, and writes nothing
+        unit = reg.ptx(f"shr.u32 $0, $1, 5; min.u32 $0, $0, {self.per - 1};", thread, results=1)[0]
+        low = reg.add(reg.shared_address(place), reg.mul(unit, 2 * ROWS * self.m))
+        low = reg.add(reg.add(low, reg.mul(row, 2 * self.m)), reg.mul(quarter, 16))
+        sums = [reg.as_f32(reg.constant(0))] * 4
+        for i in range(groups):
+            places = [2 * GROUP * i, 2 * GROUP * i + ROWS * self.m]
+            words = [
+                word
+                for at in places
+                for word in reg.ptx(_LOAD.replace("OFFSET", str(at)), low, results=4, volatile=True)
+            ]
+            text = _MULTIPLY.replace("TURN", str(i % COLUMNS))
+            args = *words, *held[i // COLUMNS], column, *sums
+            sums = reg.ptx(text, *args, results=4, kind=reg.f32)
+        steps = "".join(
+            _STORE_STEP.replace("SUM", name).replace("DISTANCE", str(distance))
+            for distance in (1, 2)
+            for name in ("low", "high")
+        )
+        text = _STORE.replace("STEPS", steps).replace("APART", str(4 * ROWS * self.ctas))
+        text = text.replace("END", str(4 * self.d))
+        to = reg.global_address(first), reg.global_address(y)
+        reg.ptx(text, *sums, row, quarter, thread, *to, volatile=True)
+
+
+# $0 row g of the unit, the other one is 8 further, $1 column (of eight), $2 place in a group of the
+# thread $3
 _PLACE = """
 {
-.reg .b32 lane, warp, row, at;
-shr.u32 warp, $3, 5;
+.reg .b32 lane, row;
 and.b32 lane, $3, 31;
 shr.u32 row, lane, 2;
-and.b32 at, lane, 3;
-mov.b32 lane, row;
-mad.lo.u32 row, warp, 16, row;
 mov.b32 $0, row;
-mov.b32 $1, lane;
-mov.b32 $2, at;
+mov.b32 $1, row;
+and.b32 $2, lane, 3;
 }
 """
-_LOAD = "ld.global.nc.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4+OFFSET];"
+_LOAD = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4+OFFSET];"
 _MMA = "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {d0, d1, d2, d3},"
 # $0..$3 sums, of rows g and g + 8, from $17..$20; $4..$7 and $8..$11 these rows of W; $12..$15 x;
 # $16 column. Which of the 32 a lane holds does not matter, as it is the same for W and x.
@@ -60,18 +167,25 @@ mov.f32 $2, d2;
 mov.f32 $3, d3;
 }}
 """
-# $0..$3 sums, $4 row, $5 place in a group, $6 y
+# $0..$3 sums, $4 row, $5 place in a group, $6 thread, $7 rows of the CTA's first unit, $8 y, of
+# END bytes, behind which there are no units
 _STORE = """
 {
 .reg .pred one;
 .reg .f32 low, high, other;
-.reg .b64 at;
+.reg .b32 warp;
+.reg .b64 at, more, end;
 add.f32 low, $0, $1;
 add.f32 high, $2, $3;
 STEPS
+shr.u32 warp, $6, 5;
+mul.wide.u32 at, warp, APART;
+add.u64 at, at, $7;
+mul.wide.u32 more, $4, 4;
+add.u64 at, at, more;
+add.u64 end, $8, END;
 setp.eq.u32 one, $5, 0;
-mul.wide.u32 at, $4, 4;
-add.u64 at, at, $6;
+setp.lt.and.u64 one, at, end, one;
 @one st.global.f32 [at], low;
 @one st.global.f32 [at+32], high;
 }
@@ -80,46 +194,3 @@ _STORE_STEP = """
 shfl.sync.bfly.b32 other, SUM, DISTANCE, 31, 0xFFFFFFFF;
 add.f32 SUM, SUM, other;
 """
-
-
-def product(w: Any, x: Any, y: Any) -> None:
-    """Y = W x of one tile, see the module's docstring; called by a warpgroup."""
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 3)(lambda _, *refs: _registers(*refs))(w, x, y)
-
-
-def _registers(w: Any, x: Any, y: Any) -> None:
-    reg = common.Registers()
-    k = x.type.shape[0]
-    groups = k // GROUP
-    row, column, place = reg.ptx(_PLACE, reg.thread(), results=3)
-    low = reg.wide_add(reg.global_address(w), reg.add(reg.mul(row, 2 * k), reg.mul(place, 16)))
-    high = reg.wide_add(low, reg.constant(8 * 2 * k))
-
-    def load(i: int) -> list[Any]:
-        text = _LOAD.replace("OFFSET", str(2 * GROUP * i))
-        return [word for at in (low, high) for word in reg.ptx(text, at, results=4, volatile=True)]
-
-    mine = reg.add(reg.mul(column, 2 * GROUP), reg.mul(place, 16))
-    from_x, held = reg.wide_add(reg.global_address(x), mine), []
-    for first in range(0, groups, COLUMNS):
-        left, at = groups - first, 2 * GROUP * first
-        held.append(reg.load_or_zeros("ld.global.nc.v4.b32", from_x, column, left, at))
-    waiting = [load(i) for i in range(min(AHEAD, groups))]
-    zero = reg.arith.constant(reg.f32, reg.ir.FloatAttr.get(reg.f32, 0.0))
-    sums = [zero] * 4
-    for i in range(groups):
-        text = _MULTIPLY.replace("TURN", str(i % COLUMNS))
-        words = waiting.pop(0)
-        if i + AHEAD < groups:
-            waiting.append(load(i + AHEAD))
-        args = *words, *held[i // COLUMNS], column, *sums
-        sums = reg.ptx(text, *args, results=4, kind=reg.f32)
-    steps = "".join(
-        _STORE_STEP.replace("SUM", name).replace("DISTANCE", str(distance))
-        for distance in (1, 2)
-        for name in ("low", "high")
-    )
-    text = _STORE.replace("STEPS", steps)
-    reg.ptx(text, *sums, row, place, reg.global_address(y), volatile=True)

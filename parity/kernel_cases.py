@@ -61,7 +61,6 @@ def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
             )
             if m == 1 and ranks == 16:  # with fewer no CTA is left for the product beside
                 out["experts_row.tp16.rows1"] = _row_case(w13, w2, width)
-                out["experts_row.sum_outside.tp16.rows1"] = _row_case(w13, w2, width, pairs=False)
             usual = experts.default_tuning(m, width, z)
             for form, other in (
                 ("two_kernels", replace(usual, one_kernel=False)),
@@ -99,9 +98,7 @@ def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
     return out
 
 
-def _row_case(
-    w13: Any, w2: Any, width: int, **form: Any
-) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+def _row_case(w13: Any, w2: Any, width: int) -> tuple[Callable[..., Any], tuple[Any, ...]]:
     """Routed experts of one row of a TP16 rank, with their choice."""
     import jax
     import jax.numpy as jnp
@@ -113,8 +110,7 @@ def _row_case(
         s((1, 3584), bf16), s((1, 896), f32), s((2, 896), f32), s((1, 384), bf16),
         s((2, 7168, 384), bf16),
     )  # fmt: skip
-    t = replace(experts_row.default_tuning(896, 16, width, 3584), **form)
-    settings: dict[str, Any] = dict(width=width, betas=(4.0, 25.0), tuning=t)
+    settings: dict[str, Any] = dict(width=width, betas=(4.0, 25.0))
     call = partial(experts_row.experts_row, k=16, scaling=2.5, **settings)
     return call, (row, w13, w2, meeting.COUNTERS, s((), jnp.int32))
 

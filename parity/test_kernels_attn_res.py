@@ -99,11 +99,11 @@ def test_default_tuning_meets_the_limits(rows, d):
 
 
 def test_limits_name_found_and_expected():
-    wide = jnp.zeros((65, 100), jnp.bfloat16)
-    bank, half = jnp.zeros((65, 2, 100), jnp.bfloat16), jnp.zeros((65, 100), jnp.float16)
+    wide = jnp.zeros((65, 1100), jnp.bfloat16)
+    bank, half = jnp.zeros((65, 2, 1100), jnp.bfloat16), jnp.zeros((65, 1100), jnp.float16)
     reasons = attn_res.limits(wide, bank, wide, shared=half, tuning=TUNING)
     assert reasons == [
         "rows: found 65, expected 1..64",
-        "width: found 100, expected 2 times one of (1024, 512, 256)",
+        "width: found 1100, expected 2 times one of (1024, 512, 256)",
         "dtype of shared: found float16, expected float32",
     ]

@@ -69,10 +69,10 @@ def packed(e, z, width, seed=0):
 
 @needs_interpreter
 def test_the_kernels_in_the_interpreter():
-    e, z, width, k = 128, 256, 64, 3
+    e, z, width, k = 128, 256, 64, 4
     row, weights = row_of("ties", e, z, 64, 64), packed(e, z, width)
     settings = dict(k=k, scaling=2.5, width=width, betas=BETAS)
-    tuning = experts.Tuning(ctas=8, warpgroups=2, one_kernel=True)
+    tuning = experts.Tuning(ctas=10, warpgroups=1, finishers=1, one_kernel=True)
     got = experts_row.experts_row(
         row, *weights, meeting.counters(), 1, tuning=tuning, interpret=True, **settings
     )
@@ -112,36 +112,21 @@ def test_limits_name_found_and_expected():
         "shape of hidden: found (2, 2008), expected (1, 2008)",
         "columns of shared: found 2008, expected a multiple of 32, at most 1024",
     ]
-
-
-def test_pairs_are_the_default_where_they_fit():
-    def pairs(k, width=192, z=3584):
-        return experts_row.default_tuning(896, k, width, z).pairs
-
-    assert pairs(16) and pairs(8) and pairs(16, 256, 512)
-    assert not pairs(12)
-    assert not pairs(16, 192, 7168)  # more tiles than pairs
-    assert not pairs(16, 3072)  # two kernels
     *arrays, width = shapes(1, 16)
-    tuning = replace(experts_row.default_tuning(896, 16, width, 3584), pairs=True)
-    assert experts_row.limits(*arrays, k=12, width=width, tuning=tuning) == [
+    assert experts_row.limits(*arrays, k=12, width=width) == [
         "chosen experts in pairs: found 12, expected a multiple of 8"
     ]
-    few = replace(tuning, ctas=98)
+    few = replace(experts.default_tuning(1, width, 3584), ctas=98)
     assert experts_row.limits(*arrays, k=16, width=width, tuning=few) == [
-        "tiles of the latent: found 56, expected at most 49 pairs"
+        "units of shared per CTA: found 224, expected at most 16, one per warp",
+        "tiles of the latent: found 56, expected at most 49 pairs",
     ]
-    other = replace(tuning, pairs=False)
-    assert experts_row.limits(*arrays, k=12, width=width, tuning=other) == []
 
 
-def both_ways(e, z, width, d, m, k, form=None):
-    """(one kernel, `topk` and `experts`), jitted: (row, w13, w2) -> `Found`.
-
-    `form`: what is other than usual in the one kernel.
-    """
+def both_ways(e, z, width, d, m, k, own_barriers=True):
+    """(one kernel, `topk` and `experts`), jitted: (row, w13, w2) -> `Found`."""
     settings = dict(width=width, betas=BETAS)
-    tuning = replace(experts_row.default_tuning(e, k, width, z), **(form or {}))
+    tuning = replace(experts.default_tuning(1, width, z), own_barriers=own_barriers)
 
     @partial(jax.jit, static_argnums=3)
     def one(row, w13, w2, times=1):
@@ -166,47 +151,33 @@ def both_ways(e, z, width, d, m, k, form=None):
 
 
 KINDS = ["normal", "ties", "equal", "not_finite", "nan"]
-# of a TP16 rank; few CTAs for the product; a warpgroup per CTA; two, and columns beyond those
-# that are asked for at once
+# of a TP16 rank; few CTAs for the product; a warpgroup per CTA; two, and most columns
 SIZES = [
     (896, 3584, 192, 7168, 384, 16),
-    (128, 512, 256, 7168, 192, 16),
+    (128, 512, 256, 1024, 192, 16),
     (128, 128, 64, 128, 64, 4),
-    (256, 256, 64, 256, 768, 4),
-]
-
-
-FORMS = [
-    {},
-    {"pairs": False},
-    {"own_barriers": False},
-    {"pairs": False, "own_barriers": False},
+    (256, 256, 64, 256, 1024, 4),
 ]
 
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("form", FORMS, ids=lambda f: "-".join(["without", *f]) if f else "usual")
+@pytest.mark.parametrize("own_barriers", [True, False])
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda s: f"experts{s[0]}width{s[2]}")
-def test_in_one_kernel(sizes, form):
+def test_in_one_kernel(sizes, own_barriers):
     """Against two kernels: all the same bits, but for the order in which sums are added.
 
-    That is the product's, and with CTAs in pairs the weighted sum's. The same bits from every
-    call, several in one program as well.
+    The same bits from every call, several in one program as well.
     """
     e, z, width, d, m, k = sizes
-    assert experts_row.default_tuning(e, k, width, z).pairs
     weights = packed(e, z, width)
-    one, two = both_ways(*sizes, form)
+    one, two = both_ways(*sizes, own_barriers)
     for seed, kind in enumerate(KINDS):
         row = row_of(kind, e, z, d, m, seed)
         (got,), want = one(row, *weights), two(row, *weights)
         assert (got.ids == want.ids).all(), kind
         assert same_bits(got.weights, want.weights), kind
-        if form.get("pairs", True):
-            same(got.routed, want.routed, 1e-6)
-        else:
-            assert same_bits(got.routed, want.routed), kind
+        same(got.routed, want.routed, 1e-6)
         same(got.beside, want.beside, 1e-5)
         beside = skinny.reference(row.hidden, [skinny.Projection(row.shared)], 1)[0]
         same(got.beside, beside, 1e-5)

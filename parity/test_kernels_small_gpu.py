@@ -52,7 +52,7 @@ def test_attn_res(rows, count, kw, eager):
     repeats_equal(call, *args)
 
 
-@pytest.mark.parametrize(("d", "parts"), [(512, 1), (512, 2), (2048, 8), (2560, 5)])
+@pytest.mark.parametrize(("d", "parts"), [(512, 2), (768, 2), (2048, 8), (2560, 5)])
 def test_attn_res_of_other_widths(d, parts):
     args = attn_res_operands(3, 2, d, bank=5)
     got = attn_res.attn_res(*args, eps=1e-5, tuning=attn_res.Tuning(parts=parts))
