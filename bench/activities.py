@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,7 +80,7 @@ def read(file: Path) -> list[Activity]:
             if gpu and not line.name.startswith("Stream"):
                 continue
             for event in line.events:
-                operation = dict(event.stats).get("hlo_op", "")
+                operation = _statistics(event).get("hlo_op", "")
                 if gpu or operation:
                     found.append((event.name, str(operation), event.start_ns, event.duration_ns))
     if not found:
@@ -87,6 +88,13 @@ def read(file: Path) -> list[Activity]:
     first = min(start for _, _, start, _ in found)
     made = [Activity(n, o, (s - first) / 1e3, d / 1e3) for n, o, s, d in found]
     return sorted(made, key=lambda a: a.start)
+
+
+def _statistics(event: Any) -> dict[str, Any]:
+    # jaxlib makes a type here that Python 3.12 warns of; as an error that would end the process
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        return dict(event.stats)
 
 
 def stages_of(compiled_text: str, names: Iterable[str]) -> dict[str, str]:

@@ -223,9 +223,7 @@ def _body(form: Pairs, e: int, scaling: float) -> Any:
 
         table, met = _OnlyRow(words, places.chosen // 4), meeting.one(counters, 1)
         shares = words.at[pl.ds(places.maxima // 4, k)]
-        form.run(
-            table, a, b, which, met, h, total, shares, **scratch, prepare=prepare, weigh=weigh
-        )
+        form.run(table, a, b, which, met, h, total, shares, **scratch, prepare=prepare, weigh=weigh)
 
     return body
 

@@ -169,7 +169,7 @@ def test_in_one_kernel(sizes, own_barriers):
 
     The same bits from every call, several in one program as well.
     """
-    e, z, width, d, m, k = sizes
+    e, z, width, d, m, _ = sizes
     weights = packed(e, z, width)
     one, two = both_ways(*sizes, own_barriers)
     for seed, kind in enumerate(KINDS):

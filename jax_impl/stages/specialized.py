@@ -7,10 +7,14 @@ listed at the end.
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jax_impl.cache import StepInputs
 from jax_impl.collectives import all_gather, all_gather_packed, all_reduce, all_reduce_packed
@@ -44,8 +48,23 @@ from pallas_kernels.mix_products import Mix
 from pallas_kernels.skinny import Projection
 
 BF16 = jnp.bfloat16
-# one trace and one lowering for all layers: the layer's number is an operand
-_once = partial(jax.jit, static_argnums=0)
+
+
+def _once(stage: Callable[..., Any], **static: Any) -> Any:
+    """One trace and one lowering of a stage for all layers, in the loop of `model` and outside.
+
+    A layer's numbers are operands: i32 where they are known too, whose type would be another one.
+    """
+    jitted = jax.jit(stage, static_argnums=0, **static)
+
+    @functools.wraps(stage)
+    def call(static: Static, *args: Any, **named: Any) -> Any:
+        args = jax.tree.map(lambda a: np.int32(a) if isinstance(a, int) else a, args)
+        return jitted(static, *args, **named)
+
+    return call
+
+
 _once_per_block = partial(_once, static_argnames="starts_block")
 
 
