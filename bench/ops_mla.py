@@ -1,8 +1,9 @@
 """Cases of the MLA kernels for `python -m bench ops`: queries with the cache row, attention.
 
-`mla_attend` is attention and the value projection, `mla_out` with the output projection; the cache
-is read, not written, because a cache
-that is not donated would be copied in every call. `mla_query` writes into a cache of three pages.
+`mla_attend` is attention and the value projection; the cache is read, not written, because a cache
+that is not donated would be copied in every call. `mla_out` is the values with their output
+projection, from parts of an attention that are given, and its standard path the same formulas.
+`mla_query` writes into a cache of three pages.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from bench.ops_problem import Problem, bf16_round, f64, normal, stack_depth
+from bench.ops_problem import Problem, f64, normal, stack_depth
 
 FP8_SCALE = 4.0
 
@@ -31,18 +32,13 @@ def attend_case(
     fp8: bool,
     tuning: Any = None,
     layers: int | None = None,
-    out: int = 0,
 ) -> Problem:
-    """`batch` sequences of `context` rows, each with `tokens` tokens at their end.
-
-    With `out` the output projection to so many columns, in the kernel of the values.
-    """
-    from jax_impl.numerics import Numerics
-    from pallas_kernels import meeting, mla_attend, mla_value, mla_value_out
+    """`batch` sequences of `context` rows, each with `tokens` tokens at their end."""
+    from pallas_kernels import mla_attend, mla_value
     from parity import mla_inputs
 
     dtype, scale = _dtype(fp8)
-    nbytes = batch * context * 576 * (1 if fp8 else 2) + heads * 128 * (512 + out) * 2
+    nbytes = batch * context * 576 * (1 if fp8 else 2) + heads * 128 * 512 * 2
     layers = layers or min(stack_depth(nbytes), 64)
     lengths = [max(context, tokens)] * batch
     case = mla_inputs.make(lengths, tokens, heads, dtype, scale, layers=layers, filled=True)
@@ -58,9 +54,8 @@ def attend_case(
         return mla_attend.arrange(rows, tokens, t.columns, jnp.dtype(dtype))
 
     q = jax.jit(absorbed)(a)
-    w = normal(jax.random.key(43), (layers, out, heads * 128), (heads * 128) ** -0.5)
 
-    def kernels(q, a, cache, layer, w):
+    def kernels(q, a, cache, layer):
         parts = mla_attend.attend(
             *(q, cache, layer, a["table"], a["ends"], a["kv_scale"]),
             heads=heads,
@@ -68,29 +63,59 @@ def attend_case(
             scale=case.scale,
             tuning=t,
         )
-        operands = parts, a["ends"], a["gate"], a["kv_b"]
-        if not out:
-            return mla_value.value(*operands, layer, heads=heads)
-        rest = w, meeting.counters(), layer
-        return mla_value_out.value_out(*operands, *rest, heads=heads)[1]
+        return mla_value.value(parts, a["ends"], a["gate"], a["kv_b"], layer, heads=heads)
 
-    def plain(a, cache, layer, w):
-        found = mla_inputs.standard(case, write=False)(a, cache, layer)[0]
-        return Numerics().project(found, w[layer]) if out else found
-
-    def exact(layer: int, rows: np.ndarray) -> np.ndarray:
-        found = mla_inputs.exact(case, case.cache, layer)[rows]
-        return bf16_round(found) @ f64(w[layer]).T if out else found
+    def plain(a, cache, layer):
+        return mla_inputs.standard(case, write=False)(a, cache, layer)[0]
 
     fast, standard = jax.jit(kernels), jax.jit(plain)
     return Problem(
-        lambda layer: fast(q, a, case.cache, layer, w),
+        lambda layer: fast(q, a, case.cache, layer),
         nbytes,
         layers,
-        exact,
-        lambda layer: standard(a, case.cache, layer, w),
+        lambda layer, rows: mla_inputs.exact(case, case.cache, layer)[rows],
+        lambda layer: standard(a, case.cache, layer),
         np.arange(n),
         {"splits": (t.splits, "count"), "columns": (t.columns, "count")},
+    )
+
+
+def out_case(
+    batch: int, tokens: int, context: int, heads: int, fp8: bool, out: int = 7168
+) -> Problem:
+    """Values of `batch` sequences and the projection to `out` columns, from parts."""
+    from pallas_kernels import meeting, mla_attend, mla_value_out
+    from parity import mla_inputs
+
+    dtype, scale = _dtype(fp8)
+    weights, n = heads * 128 * (512 + out) * 2, batch * tokens
+    layers = stack_depth(weights)
+    lengths = [context] * batch
+    case = mla_inputs.make(lengths, tokens, heads, dtype, scale, layers=layers, filled=True)
+    parts, _ = jax.jit(mla_inputs.parts_of(case))(case.arrays, case.cache, 0)
+    ends, gate, kv_b = (case.arrays[name] for name in ("ends", "gate", "kv_b"))
+    w = normal(jax.random.key(43), (layers, out, heads * 128), (heads * 128) ** -0.5)
+
+    def exact(layer: int, rows: np.ndarray) -> np.ndarray:
+        latent = f64(mla_attend.merge(parts, ends, heads)[0])
+        w_uv = f64(kv_b[layer]).reshape(heads, 256, 512)[:, 128:]
+        values = np.einsum("nhr,hvr->nhv", latent, w_uv).reshape(n, -1)
+        return ((values / (1 + np.exp(-f64(gate)))) @ f64(w[layer]).T)[rows]
+
+    given = parts, ends, gate, kv_b, w
+    fast, standard = (
+        jax.jit(
+            lambda layer, *a: mla_value_out.value_out(*a, meeting.counters(), layer, heads=heads)[1]
+        ),
+        jax.jit(lambda layer, *a: mla_value_out.reference(*a, layer, heads=heads)[1]),
+    )
+    return Problem(
+        lambda layer: fast(layer, *given),
+        weights + parts.latent.nbytes + parts.lse.nbytes,
+        layers,
+        exact,
+        lambda layer: standard(jnp.int32(layer), *given),
+        np.arange(n),
     )
 
 
@@ -164,5 +189,5 @@ def cases() -> dict[str, Callable[[], Problem]]:
                     )
     for batch, tokens in ((1, 1), (8, 1), (1, 8)):  # as many rows as the kernel takes
         name = f"mla_out.tp16.fp8.rows{batch * tokens}.tokens{tokens}.context1024"
-        out[name] = lambda args=(batch, tokens, 1024, 6, True): attend_case(*args, out=7168)
+        out[name] = lambda args=(batch, tokens, 1024, 6, True): out_case(*args)
     return out
