@@ -9,7 +9,8 @@ projection, from parts of an attention that are given, and its standard path the
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +18,30 @@ import numpy as np
 
 from bench.ops_problem import Problem, f64, normal, stack_depth
 
+if TYPE_CHECKING:
+    from parity import mla_inputs
+
 FP8_SCALE = 4.0
 
 
 def _dtype(fp8: bool) -> tuple[Any, float | None]:
     return (jnp.float8_e4m3fn, FP8_SCALE) if fp8 else (jnp.bfloat16, None)
+
+
+def _queries(case: mla_inputs.Case, columns: int) -> jax.Array:
+    """Absorbed, as `mla_attend` takes them."""
+    from pallas_kernels import mla_attend
+
+    @jax.jit
+    def absorbed(a: dict[str, Any]) -> jax.Array:
+        w = a["kv_b"][1].reshape(case.heads, 256, 512)[:, :128].astype(jnp.float32)
+        x = a["q"].reshape(a["q"].shape[0], case.heads, 192)
+        rows = jnp.einsum("nhi,hir->nhr", x[..., :128].astype(jnp.float32), w, precision="highest")
+        rows = jax.lax.reduce_precision(rows, 8, 7).astype(jnp.bfloat16)
+        rows = jnp.concatenate([rows, x[..., 128:]], axis=-1)
+        return mla_attend.arrange(rows, case.tokens, columns, case.cache.dtype)
+
+    return absorbed(case.arrays)
 
 
 def attend_case(
@@ -45,15 +65,7 @@ def attend_case(
     a, n = case.arrays, batch * tokens
     t = tuning or mla_attend.default_tuning(batch, tokens * heads, fp8)
 
-    def absorbed(a: dict[str, Any]) -> jax.Array:
-        w = a["kv_b"][1].reshape(heads, 256, 512)[:, :128].astype(jnp.float32)
-        x = a["q"].reshape(n, heads, 192)
-        rows = jnp.einsum("nhi,hir->nhr", x[..., :128].astype(jnp.float32), w, precision="highest")
-        rows = jax.lax.reduce_precision(rows, 8, 7).astype(jnp.bfloat16)
-        rows = jnp.concatenate([rows, x[..., 128:]], axis=-1)
-        return mla_attend.arrange(rows, tokens, t.columns, jnp.dtype(dtype))
-
-    q = jax.jit(absorbed)(a)
+    q = _queries(case, t.columns)
 
     def kernels(q, a, cache, layer):
         parts = mla_attend.attend(
@@ -81,7 +93,13 @@ def attend_case(
 
 
 def out_case(
-    batch: int, tokens: int, context: int, heads: int, fp8: bool, out: int = 7168
+    batch: int,
+    tokens: int,
+    context: int,
+    heads: int,
+    fp8: bool,
+    out: int = 7168,
+    layers: int | None = None,
 ) -> Problem:
     """Values of `batch` sequences and the projection to `out` columns, from parts."""
     from pallas_kernels import meeting, mla_attend, mla_value_out
@@ -89,11 +107,14 @@ def out_case(
 
     dtype, scale = _dtype(fp8)
     weights, n = heads * 128 * (512 + out) * 2, batch * tokens
-    layers = stack_depth(weights)
+    layers = layers or stack_depth(weights)
     lengths = [context] * batch
     case = mla_inputs.make(lengths, tokens, heads, dtype, scale, layers=layers, filled=True)
-    parts, _ = jax.jit(mla_inputs.parts_of(case))(case.arrays, case.cache, 0)
-    ends, gate, kv_b = (case.arrays[name] for name in ("ends", "gate", "kv_b"))
+    a, t = case.arrays, mla_attend.default_tuning(batch, tokens * heads, fp8)
+    attend = partial(mla_attend.reference, heads=heads, latent=512, scale=case.scale, tuning=t)
+    ends, gate, kv_b = (a[name] for name in ("ends", "gate", "kv_b"))
+    q = _queries(case, t.columns)
+    parts = jax.jit(attend)(q, case.cache, 0, a["table"], ends, a["kv_scale"])
     w = normal(jax.random.key(43), (layers, out, heads * 128), (heads * 128) ** -0.5)
 
     def exact(layer: int, rows: np.ndarray) -> np.ndarray:
@@ -102,13 +123,15 @@ def out_case(
         values = np.einsum("nhr,hvr->nhv", latent, w_uv).reshape(n, -1)
         return ((values / (1 + np.exp(-f64(gate)))) @ f64(w[layer]).T)[rows]
 
+    def kernel(layer, parts, ends, gate, kv_b, w):
+        rest = w, meeting.counters(), layer
+        return mla_value_out.value_out(parts, ends, gate, kv_b, *rest, heads=heads)[1]
+
+    def plain(layer, parts, ends, gate, kv_b, w):
+        return mla_value_out.reference(parts, ends, gate, kv_b, w, layer, heads=heads)[1]
+
     given = parts, ends, gate, kv_b, w
-    fast, standard = (
-        jax.jit(
-            lambda layer, *a: mla_value_out.value_out(*a, meeting.counters(), layer, heads=heads)[1]
-        ),
-        jax.jit(lambda layer, *a: mla_value_out.reference(*a, layer, heads=heads)[1]),
-    )
+    fast, standard = jax.jit(kernel), jax.jit(plain)
     return Problem(
         lambda layer: fast(layer, *given),
         weights + parts.latent.nbytes + parts.lse.nbytes,

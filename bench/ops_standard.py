@@ -19,7 +19,7 @@ import numpy as np
 from bench.ops_experts import Sizes, experts_case
 from bench.ops_fused import experts_row_case, mix_case
 from bench.ops_kda import kda_case, kda_out_case
-from bench.ops_mla import attend_case, query_case
+from bench.ops_mla import attend_case, out_case, query_case
 from bench.ops_options import OpsOptions
 from bench.ops_problem import REL_L2, SITU, Problem, f64, relative
 from bench.ops_products import attn_res_case, latent_up_case, route_case, skinny_case
@@ -52,7 +52,7 @@ def tiny_cases() -> dict[str, Callable[[], Problem]]:
         "mix.route.rows1": lambda: mix_case(1, "route", 47, layers=2, d=256),
         "experts_row.rows1": lambda: experts_row_case(1, 53, few, d=256, hidden=64),
         "kda_out.rows2.tokens1": lambda: kda_out_case(2, 1, 1, 41, layers=2, d=256),
-        "mla_out.fp8.rows3": lambda: attend_case(1, 3, 70, 2, True, layers=2, out=256),
+        "mla_out.fp8.rows3": lambda: out_case(1, 3, 70, 2, True, layers=2, out=256),
         "kda.rows2.tokens1": lambda: kda_case(2, 1, 1, 37, layers=2),
         "kda.rows3.tokens3": lambda: kda_case(1, 3, 1, 37, layers=2),
         "mla_query.bf16.rows2": lambda: query_case(1, 2, 2, False, layers=2),

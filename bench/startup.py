@@ -14,13 +14,14 @@ third calls it, on random weights.
     first_step_s.cached.CASE      first call in the third process, which has that cache too, weights
                                   being there, to the end of its results: tracing, lowering,
                                   loading, whatever the runtime does at a first call, and the step
-    dispatch_us                   from a call that enqueues a step until it returns
+    dispatch_us                   from a call that enqueues a step in place until it returns
     dispatch_p10_us, ..p90_us     deciles of the same calls
     step_us                       from the call to the end of the step's results
         .alone.CASE               inputs on the host, the step before has ended: a loop that looks
                                   at every token
         .chained.CASE             inputs from the step before, up to 16 steps in flight (the first
-                                  call of each row is not counted); `step_us` per step of a row
+                                  call of each row is not counted), the copy of the tokens of the
+                                  step before included; `step_us` per step of a row
     busy.CASE                     share of the chained calls that returned before the step in front
                                   had ended: at 1 the device was never without work
     buffers_in.CASE, .._out.CASE  arrays that go in and come out of a call
@@ -241,7 +242,7 @@ def conditions_of(
         "backend": o.backend,
         "excluded": EXCLUDED,
         "execution": f"a new process for every compilation, {o.repeats} with an empty cache and as "
-        "many with what it left; one more for the calls: cache donated, alone and in rows of "
+        "many with what it left; one more for the calls: in place, alone and in rows of "
         f"{IN_FLIGHT} in turns, after 3 rounds of warm-up; Python's garbage collector as it is",
         "dispatch": NOTE if o.dispatch else "not measured",
         "layers": {name: found["cold"][0]["layers"] for name, found in measured.items()},

@@ -71,6 +71,8 @@ def option_problems(o: StartupOptions) -> list[str]:
     for name in ("repeats", "calls"):
         if getattr(o, name) < 1:
             problems.append(f"--{name} {getattr(o, name)}: expected at least 1")
+    if o.context <= IN_FLIGHT:  # so many steps in a row end there, none at position 0
+        problems.append(f"--context {o.context}: expected at least {IN_FLIGHT + 1}")
     return problems + folder_problems(o.compile_cache)
 
 

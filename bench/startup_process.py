@@ -15,14 +15,16 @@ import platform
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from bench import slice_parity
@@ -32,12 +34,12 @@ from bench.rank_slice_options import SliceOptions
 from bench.rank_slice_report import how_layers_run
 from bench.startup_options import IN_FLIGHT
 from bench.timing import Clock
-from jax_impl.cache import Cache, StepInputs, cache_shapes
+from jax_impl.cache import StepInputs, cache_shapes
 from jax_impl.output import BAD_INPUT, write_json
 from jax_impl.params import Weights
 from jax_impl.random_step import make_inputs, random_cache, random_stream
 from jax_impl.random_weights import random_weights
-from jax_impl.step import build_step
+from jax_impl.step import Turn, build_step_in_place, first_turn, with_inputs
 
 WARMUPS = 3  # rounds of calls that are not counted
 CACHE_EVENT = "/jax/compilation_cache/cache_"
@@ -69,9 +71,10 @@ def compile_step(setting: Setting) -> dict[str, Any]:
     weights = weight_shapes(static.config, static.run, o.tp)
     cache = cache_shapes(static.config, static.run, static.ranks)
     inputs, _ = make_inputs(static.config, static.run, case, o.context, 1, o.seed)
-    step: Any = build_step(static, setting.backend, "last")
+    step: Any = build_step_in_place(static, setting.backend, "last")
+    turn = jax.eval_shape(partial(first_turn, static), weights, cache, inputs)
     marks = [time.perf_counter()]
-    traced = step.trace(weights, cache, inputs)
+    traced = step.trace(weights, turn)
     marks.append(time.perf_counter())
     lowered = traced.lower()
     marks.append(time.perf_counter())
@@ -105,27 +108,33 @@ class Calls:
 
 
 class Loop:
-    """The decode loop around a jitted step, whose cache is donated and replaced by every call."""
+    """The decode loop around a step in place, whose turn is donated and replaced by every call."""
 
     def __init__(
-        self, step: Any, weights: Weights, cache: Cache, inputs: StepInputs,
+        self, step: Any, weights: Weights, turn: Turn, inputs: StepInputs,
         clock: Clock = time.perf_counter,
+        given: Callable[[Turn, StepInputs], Turn] = with_inputs,
+        kept: Callable[[Any], Any] = jnp.copy,
     ) -> None:  # fmt: skip
-        self.step, self.weights, self.cache, self.inputs = step, weights, cache, inputs
+        self.step, self.weights, self.turn, self.clock = step, weights, turn, clock
+        self.given, self.kept = given, kept
         self.on_host = jax.tree.map(np.asarray, inputs)
-        self.clock, self.outputs, self.following = clock, None, inputs
+        # a row of steps ends where `inputs` stand
+        self.first = replace(self.on_host, position=self.on_host.position - (IN_FLIGHT - 1))
         self.finite = True
 
-    def enqueue(self, inputs: Any) -> float:
-        """Seconds of one call, old arrays dropped as in a decode loop."""
+    def enqueue(self, inputs: StepInputs | None = None) -> float:
+        """Seconds of one call; with inputs on the host, which are brought to where they belong."""
         begin = self.clock()
-        self.cache, self.outputs, self.following = self.step(self.weights, self.cache, inputs)
+        if inputs is not None:
+            self.turn = self.given(self.turn, inputs)
+        self.turn = self.step(self.weights, self.turn)
         return self.clock() - begin
 
     def wait(self) -> None:
         """Wait for the last step's results; notes whether its logits were finite."""
-        jax.block_until_ready((self.cache, self.outputs))
-        self.finite &= bool(np.all(np.asarray(self.outputs.finite)))  # type: ignore[union-attr]
+        jax.block_until_ready(self.turn)
+        self.finite &= bool(np.all(np.asarray(self.turn.outputs.finite)))
 
     def alone(self, found: Calls) -> None:
         """One step of inputs that are on the host, nothing else on the device."""
@@ -136,15 +145,18 @@ class Loop:
         found.step.append(self.clock() - begin)
 
     def chained(self, found: Calls) -> None:
-        """`IN_FLIGHT` steps, each of the tokens of the one before; all calls but the first."""
+        """`IN_FLIGHT` steps, each of the tokens of the one before; all calls but the first.
+
+        A call includes the copy of the tokens that the step before has made, for whoever reads it.
+        """
         begin = self.clock()
-        self.enqueue(self.inputs)
+        self.enqueue(self.first)
         for _ in range(IN_FLIGHT - 1):
-            before: Any = self.outputs
-            # the same position again: the context stays as long as it is said to be
-            following = replace(self.following, position=self.inputs.position)
-            found.dispatch.append(self.enqueue(following))
-            found.busy.append(not before.token.is_ready())
+            called = self.clock()
+            token = self.kept(self.turn.outputs.token)
+            self.enqueue()
+            found.dispatch.append(self.clock() - called)
+            found.busy.append(not token.is_ready())
         self.wait()
         found.step.append((self.clock() - begin) / IN_FLIGHT)
 
@@ -190,10 +202,12 @@ def dispatch_steps(setting: Setting) -> dict[str, Any]:
     inputs, _ = make_inputs(static.config, static.run, case, o.context, 1, o.seed)
     jax.block_until_ready((weights, cache, inputs))
     made = time.perf_counter()
-    loop = Loop(build_step(static, setting.backend, "last"), weights, cache, inputs)
-    del cache
+    turn = first_turn(static, weights, cache, inputs)
+    step = build_step_in_place(static, setting.backend, "last")
+    loop = Loop(step, weights, turn, inputs)
+    del cache, turn
     with cache_events() as events:
-        loop.enqueue(loop.on_host)
+        loop.enqueue()
         loop.wait()
     first = time.perf_counter()
     found = measure(loop, o.repeats, o.budget)
@@ -202,7 +216,7 @@ def dispatch_steps(setting: Setting) -> dict[str, Any]:
     distances = {}
     for kind, layer in slice_parity.checked_layers(static).items():
         check = slice_parity.layer_check(static, setting.backend, layer)
-        apart = check(loop.weights, loop.cache, inputs, *stream)
+        apart = check(loop.weights, loop.turn.cache, inputs, *stream)
         distances[kind] = {name: float(value) for name, value in apart.items()}
     stats = jax.devices()[0].memory_stats() or {}
     return {

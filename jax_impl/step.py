@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jax_impl.backend import AUTO, Backend
@@ -21,6 +21,16 @@ from jax_impl.sharding import cache_specs, input_specs, output_specs, spec, spre
 from jax_impl.static import Static
 
 Rows = Literal["last", "all"]
+
+
+class Turn(NamedTuple):
+    """What a decode loop hands from step to step, all of which stays where it is in memory."""
+
+    cache: Cache
+    inputs: StepInputs  # of the step that comes
+    outputs: StepOutputs  # of the step that was
+
+
 Step = Callable[[Weights, Cache, StepInputs], tuple[Cache, StepOutputs, StepInputs]]
 
 
@@ -98,6 +108,67 @@ def build_step(
         donate=1,
         check=not backend.whole_stacks,
     )
+
+
+@lru_cache(maxsize=64)
+def build_step_in_place(
+    static: Static, backend: Backend = AUTO, rows: Rows = "last", mesh: Mesh | None = None
+) -> Callable[[Weights, Turn], Turn]:
+    """`build_step` that writes its results over those of the step before; donates the turn.
+
+    A CUDA graph holds addresses. XLA keeps what passes from layer to layer in the memory of results
+    as well, so with results in new memory it records most of a step's kernels again, every step,
+    which takes the host longer than 1 ms; see docs/kernels.md. Here all addresses stay. What of
+    the outputs is wanted later has to be read or copied before the next call.
+    """
+
+    def turned(weights: Weights, turn: Turn) -> Turn:
+        cache, outputs, following = step(static, backend, rows, weights, turn.cache, turn.inputs)
+        return Turn(cache, following, outputs)
+
+    specs = Turn(cache_specs(static.run), input_specs(), output_specs())
+    return spread(
+        turned,
+        mesh,
+        (weight_specs(static.config, static.run), specs),
+        specs,
+        donate=1,
+        check=not backend.whole_stacks,
+        keep_unused=True,
+    )
+
+
+def first_turn(
+    static: Static, weights: Weights, cache: Cache, inputs: StepInputs, rows: Rows = "last",
+    mesh: Mesh | None = None,
+) -> Turn:  # fmt: skip
+    """A turn before any step: `inputs` in memory of their own, outputs that hold zeros."""
+    shapes = jax.eval_shape(build_step(static, AUTO, rows, mesh), weights, cache, inputs)[1]
+
+    def made(inputs: StepInputs) -> tuple[StepInputs, StepOutputs]:
+        zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
+        return jax.tree.map(jnp.copy, inputs), zeros
+
+    if mesh is None:
+        return Turn(cache, *jax.jit(made)(inputs))
+    places = jax.tree.map(
+        lambda cut: NamedSharding(mesh, cut), (input_specs(), output_specs()), is_leaf=_is_spec
+    )
+    return Turn(cache, *jax.jit(made, out_shardings=places)(inputs))
+
+
+def _is_spec(x: Any) -> bool:
+    return isinstance(x, P)
+
+
+@partial(jax.jit, donate_argnums=0, keep_unused=True)
+def _written_over(held: StepInputs, inputs: StepInputs) -> StepInputs:
+    return jax.tree.map(jnp.copy, inputs)
+
+
+def with_inputs(turn: Turn, inputs: StepInputs) -> Turn:
+    """The turn with other inputs, from the host or the device, where its own were."""
+    return turn._replace(inputs=_written_over(turn.inputs, inputs))
 
 
 @lru_cache(maxsize=16)

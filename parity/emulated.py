@@ -138,6 +138,37 @@ def looped_back() -> None:
     assert out.logits.shape == (1, 8, config.vocab_size // RANKS) and bool(out.finite[0])
 
 
+def in_place() -> None:
+    """Steps in place over all ranks: the results of ordinary ones, one compilation."""
+    from jax_impl.checkpoint import Checkpoint
+    from jax_impl.loader import load_weights
+    from jax_impl.sharding import make_spread_cache
+    from jax_impl.step import Turn, build_step_in_place, first_turn, with_inputs
+
+    checkpoint = Checkpoint.open(GOLDEN / "model_tiny16")
+    config, run = checkpoint.config, RunConfig(slots=2, pages=2, page_size=2)
+    placement = place_ranks(RANKS, run)
+    weights = load_weights(checkpoint, placement=placement)
+    static, mesh = Static(config, run, placement.ranks), placement.mesh
+    inputs = StepInputs(
+        np.int32([[5]]), np.int32([1]), np.int32([0]), np.int32([1]), np.int32([[1, 0]]),
+        np.float32([0]), np.uint32([0]),
+    )  # type: ignore[arg-type]  # fmt: skip
+    step, turned = build_step(static, mesh=mesh), build_step_in_place(static, mesh=mesh)
+    cache, following = make_spread_cache(config, run, placement), inputs
+    other = make_spread_cache(config, run, placement)
+    turn = first_turn(static, weights, other, inputs, mesh=mesh)
+    for turns in range(4):
+        if turns == 2:
+            turn, following = with_inputs(turn, inputs), inputs
+        cache, outputs, following = step(weights, cache, following)
+        turn = turned(weights, turn)
+        want = Turn(cache, following, outputs)
+        for a, b in zip(jax.tree.leaves(turn), jax.tree.leaves(want), strict=True):
+            assert np.array_equal(np.asarray(a), np.asarray(b), equal_nan=True)
+    assert turned._cache_size() == 1  # type: ignore[attr-defined]
+
+
 def filtered_draws() -> None:
     """Draws and verdicts from filtered rows: over all ranks those of one, placeholders and all."""
     from functools import partial

@@ -162,6 +162,11 @@ def test_one_device_computes_one_ranks_share():
     run("from parity.emulated import looped_back; looped_back()", devices=1)
 
 
+@pytest.mark.slow
+def test_steps_in_place():
+    run("from parity.emulated import in_place; in_place()")
+
+
 def test_settings_have_names_of_their_own():
     names = [s.name for s in MATRIX]
     assert len(set(names)) == len(names) and "dcp" in Setting(8, True, 1, False).name

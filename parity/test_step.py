@@ -13,7 +13,7 @@ from jax_impl.cache import PAD, Cache, StepInputs
 from jax_impl.config import ModelConfig, RunConfig
 from jax_impl.make_tiny import make_checkpoint
 from jax_impl.static import Static
-from jax_impl.step import build_step
+from jax_impl.step import Turn, build_step, build_step_in_place, first_turn, with_inputs
 from parity.driver import PAGE, SLOTS, Driver, Sequence, Session, step_inputs
 
 BATCH = 4
@@ -178,6 +178,33 @@ def test_next_inputs_chain_on_the_device(driver):
         token = host.step([(b, np.array([token])), None, None, None], 1)[0]
     assert np.array_equal(np.asarray(following.position), [8, 0, 0, 0])
     assert np.array_equal(np.asarray(following.slot), [1, PAD, PAD, PAD])
+
+
+def test_steps_in_place_are_those_with_new_results(driver):
+    """The same results, each where the one before was; the turn cannot be used twice."""
+    static, weights = driver.static, driver.weights
+    plain, placed = Session(driver), Session(driver)
+    rows: list = [(plain.sequence(slot=1), ids_of(driver, 8, 1)), None, None, None]
+    other: list = [None, (plain.sequence(slot=2), ids_of(driver, 9, 1)), None, None]
+    inputs, later = step_inputs(rows, 1, 4), step_inputs(other, 1, 4)
+    step, turned = build_step(static, rows="all"), build_step_in_place(static, rows="all")
+    turn = first_turn(static, weights, placed.cache, inputs, "all")
+    cache, following = plain.cache, inputs
+    for turns in range(6):
+        if turns == 3:
+            following, turn = later, with_inputs(turn, later)
+        cache, out, following = step(weights, cache, following)
+        old = turn
+        places = [a.unsafe_buffer_pointer() for a in jax.tree.leaves(turn)]
+        turn = turned(weights, turn)
+        assert [a.unsafe_buffer_pointer() for a in jax.tree.leaves(turn)] == places
+        want = Turn(cache, following, out)
+        assert jax.tree.structure(turn) == jax.tree.structure(want)
+        for a, b in zip(jax.tree.leaves(turn), jax.tree.leaves(want), strict=True):
+            assert np.array_equal(np.asarray(a), np.asarray(b), equal_nan=True)
+        with pytest.raises((RuntimeError, ValueError), match=r"deleted|donated"):
+            turned(weights, old)
+    assert np.array_equal(np.asarray(inputs.tokens), np.asarray(step_inputs(rows, 1, 4).tokens))
 
 
 def test_sampling_depends_on_seed_and_position_alone(driver):
