@@ -47,7 +47,7 @@ class Tuning:
     """
 
     rows: int = 64
-    pause: int = 1000
+    pause: int = 300
     drop: bool = True
 
 

@@ -54,7 +54,9 @@ def _once(stage: Callable[..., Any], **static: Any) -> Any:
     """One trace and one lowering of a stage for all layers, in the loop of `model` and outside.
 
     A layer's numbers are operands: i32 where they are known too, whose type would be another one.
+    A name with a line in front is that of the stage without it.
     """
+    stage.__name__ = stage.__name__.removeprefix("_")
     jitted = jax.jit(stage, static_argnums=0, **static)
 
     @functools.wraps(stage)
@@ -78,7 +80,6 @@ def unmet_settings(run: RunConfig) -> list[str]:
     ]
 
 
-@_once_per_block
 def attn_in(
     static: Static,
     layer: LayerWeights,
@@ -89,15 +90,26 @@ def attn_in(
     *,
     starts_block: bool,
 ) -> tuple[jax.Array | Ahead, jax.Array, jax.Array]:
-    """`standard.attn_in` in one kernel; for few rows with the attention's first products."""
+    """`standard.attn_in` in one kernel; for few rows with the attention's first products.
+
+    What only a few layers have, a delta in one part and dense weights, is kept from it: a kernel
+    of their own would take a second to lower and run once.
+    """
+    if not isinstance(delta, Delta):
+        delta = Delta(delta, jnp.zeros(delta.shape, jnp.float32), meeting.counters())
+    layer = layer._replace(mlp=None)
+    return _attn_in(static, layer, prefix, snapshots, count, delta, starts_block=starts_block)
+
+
+@_once_per_block
+def _attn_in(static, layer, prefix, snapshots, count, delta, *, starts_block):
     n, i = layer.norms.stacks, layer.norms.index
-    delta, shared, counters = delta if isinstance(delta, Delta) else (delta, None, None)
     mix = Mix(
-        prefix, snapshots, count, delta,
-        n.self_attention_res_norm, n.self_attention_res_proj, n.input_layernorm, i, shared,
+        prefix, snapshots, count, delta.up,
+        n.self_attention_res_norm, n.self_attention_res_proj, n.input_layernorm, i, delta.shared,
     )  # fmt: skip
-    items = _attention_items(layer.attention)
-    return _mixed(static, mix, items, layer.attention.index, counters, snapshot=starts_block)
+    items, index = _attention_items(layer.attention), layer.attention.index
+    return _mixed(static, mix, items, index, delta.counters, snapshot=starts_block)
 
 
 def _mixed(static, mix, items, layer, counters, **kw):
@@ -238,7 +250,6 @@ def mla(
     return Ahead(found, done), jax.freeze(cache)
 
 
-@_once_per_block
 def attn_out(
     static: Static,
     layer: LayerWeights,
@@ -251,20 +262,25 @@ def attn_out(
 ) -> tuple[jax.Array | Ahead, jax.Array]:
     """`standard.attn_out` in two kernels, or one behind `Ahead`.
 
-    For few rows with the first products of `route`.
+    For few rows with the first products of `route`. Behind `Ahead` it is the same for all kinds of
+    attention, whose weights are kept from it.
     """
-    n, i, attention = layer.norms.stacks, layer.norms.index, layer.attention
+    layer = layer._replace(attention=None) if isinstance(heads, Ahead) else layer
+    return _attn_out(static, layer, heads, prefix, snapshots, count, starts_block=starts_block)
+
+
+@_once_per_block
+def _attn_out(static, layer, heads, prefix, snapshots, count, *, starts_block):
+    n, i, w = layer.norms.stacks, layer.norms.index, layer.mlp
     if isinstance(heads, Ahead):
         partial, counters = heads.done
     else:
-        partial, counters = skinny.projections(
-            heads, [Projection(attention.stacks.o_proj)], attention.index, zeros=True
-        )
+        o_proj, place = layer.attention.stacks.o_proj, layer.attention.index
+        partial, counters = skinny.projections(heads, [Projection(o_proj)], place, zeros=True)
     mix = Mix(
         prefix, snapshots, count, all_reduce(partial, static.ranks),
         n.mlp_res_norm, n.mlp_res_proj, n.post_attention_layernorm, i,
     )  # fmt: skip
-    w = layer.mlp
     items = _route_items(static, w) if isinstance(w.stacks, Moe) else []
     y, prefix, _ = _mixed(static, mix, items, w.index, counters, reset=starts_block)
     return y, prefix
