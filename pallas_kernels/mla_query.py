@@ -1,7 +1,7 @@
 """Absorbed queries and the new cache rows of an MLA step, in one kernel.
 
     q bf16 [N, H (nope + rope)]; kv_a bf16 [N, ..], whose last columns are latent | rope; kv_b bf16
-    [L, H (nope + V), latent]; norm bf16 [latent]; cache [L, P, page, latent + rope], a Ref;
+    [L, H (nope + V), latent]; norm bf16 [L, latent]; cache [L, P, page, latent + rope], a Ref;
     place i32 [N]: page * rows of a page + row, -1 where nothing is written
     -> queries [B, C, latent + rope] as `mla_attend` reads them; the cache in place
 
@@ -50,12 +50,12 @@ def limits(
     """Unmet conditions, each with what was found and what is expected."""
     out: list[str] = []
     ranks = q.ndim, kv_a.ndim, kv_b.ndim, norm.ndim, len(cache.shape), place.ndim
-    wanted = (2, 2, 3, 1, 4, 1)
+    wanted = (2, 2, 3, 2, 4, 1)
     name = "ranks of q, kv_a, kv_b, norm, cache, place"
     common.expect(out, name, ranks, wanted, ranks == wanted)
     if out:
         return out
-    n, latent, row = q.shape[0], norm.shape[0], cache.shape[3]
+    n, latent, row = q.shape[0], norm.shape[1], cache.shape[3]
     rope = row - latent
     common.expect(out, "rows", n, f"1..{common.MAX_ROWS}", 1 <= n <= common.MAX_ROWS)
     common.expect(out, "rows", n, f"a multiple of {tokens}", n % tokens == 0)
@@ -97,7 +97,7 @@ def reference(
     columns: int,
 ) -> tuple[jax.Array, jax.Array]:
     """The same in plain jnp; the cache is an array and returned."""
-    f32, n, latent = jnp.float32, q.shape[0], norm.shape[0]
+    f32, n, latent = jnp.float32, q.shape[0], norm.shape[1]
     rope = cache.shape[3] - latent
     x = q.reshape(n, heads, -1)
     w = kv_b[layer].reshape(heads, -1, latent)[:, : x.shape[2] - rope].astype(f32)
@@ -107,7 +107,7 @@ def reference(
     absorbed = jnp.concatenate([absorbed, x[..., -rope:]], axis=-1)
     c = kv_a[:, -cache.shape[3] :].astype(f32)
     scale = lax.rsqrt(jnp.mean(c[:, :latent] ** 2, -1, keepdims=True) + eps)
-    made = lax.reduce_precision(norm.astype(f32) * (c[:, :latent] * scale), 8, 7)
+    made = lax.reduce_precision(norm[layer].astype(f32) * (c[:, :latent] * scale), 8, 7)
     rows = jnp.concatenate([made, c[:, latent:]], axis=-1)
     if kv_scale is not None:
         rows = jnp.clip(rows / kv_scale, -FP8_MAX, FP8_MAX)
@@ -145,7 +145,7 @@ def query(
     """
     reasons = limits(q, kv_a, kv_b, norm, cache, place, heads=heads, tokens=tokens, columns=columns)
     common.require(reasons, "mla_query")
-    n, latent, row = q.shape[0], norm.shape[0], cache.shape[3]
+    n, latent, row = q.shape[0], norm.shape[1], cache.shape[3]
     width = common.bucket(n)
     if interpret:  # no copies clipped at an array's edge there
         q, kv_a = (
@@ -240,7 +240,7 @@ def _body(s: _Sizes, width: int, dtype: Any, even: bool) -> Any:
         q,  # bf16 [N, H (nope + rope)]
         kv_a,  # bf16 [N, skip + latent + rope]
         kv_b,  # bf16 [L, H (nope + V), latent]
-        norm,  # bf16 [latent]
+        norm,  # bf16 [L, latent]
         cache,  # bf16 or e4m3 [L, P, page, row]
         layer,  # i32 [1], of kv_b
         cache_layer,  # i32 [1], of the cache
@@ -301,7 +301,7 @@ def _body(s: _Sizes, width: int, dtype: Any, even: bool) -> Any:
             row = [jnp.minimum(first + i, s.n - 1) for i in range(min(GROUP, s.n))]
             # named layouts: inferred ones are searched for over all rows together
             latents = [laid(kv_a.at[r, pl.ds(s.skip, s.latent)]).astype(f32) for r in row]
-            weight = laid(norm).astype(f32)
+            weight = laid(norm.at[layer[0]]).astype(f32)
             plgpu.barrier_wait(one.at[0])
             new_tails[...] = as_stored(laid(tails))
             plgpu.commit_smem()

@@ -95,7 +95,7 @@ def make(
         q=live(normal(n, heads * (nope + 64))),
         kv_a=live(normal(n, row)),
         kv_b=normal(layers, heads * (nope + value), latent, scale=nope**-0.5),
-        norm=normal(latent),
+        norm=normal(layers, latent),
         gate=live(normal(n, heads * value)),
         table=table,
         ends=ends,
@@ -133,7 +133,7 @@ def shapes(batch: int, tokens: int, heads: int, dtype: Any, kv_scale: float | No
         q=s((n, heads * 192), bf16),
         kv_a=s((n, 576), bf16),
         kv_b=s((2, heads * 256, 512), bf16),
-        norm=s((512,), bf16),
+        norm=s((2, 512), bf16),
         gate=s((n, heads * 128), bf16),
         table=s((batch, 131072 // PAGE), i32),
         ends=s((batch, tokens), i32),
@@ -193,7 +193,7 @@ def standard(case: Case, *, write: bool = True) -> Any:
     batch, page = case.arrays["ends"].shape[0], case.cache.shape[2]
 
     def step(a: dict[str, Any], cache: jax.Array, layer: Any) -> tuple[jax.Array, jax.Array]:
-        made = rmsnorm(nx, a["kv_a"][:, :latent], a["norm"], EPS)
+        made = rmsnorm(nx, a["kv_a"][:, :latent], a["norm"][layer], EPS)
         rows = jnp.concatenate([made, a["kv_a"][:, latent:]], axis=-1)
         at = jnp.where(a["place"] >= 0, a["place"], cache.shape[1] * page)
         stored = mla_ops.to_cache(rows, cache.dtype, a["kv_scale"])

@@ -236,7 +236,7 @@ def mla(
     place = paged.place(ends, inputs.page_table, kv_latent.shape[2])
     cache = jax.new_ref(kv_latent)
     q_rows = mla_query.query(
-        q, a, m.kv_b_proj, w.index, m.kv_a_layernorm[w.index], cache, layer, place, kv_scale,
+        q, a, m.kv_b_proj, w.index, m.kv_a_layernorm, cache, layer, place, kv_scale,
         eps=eps, heads=heads, tokens=tokens, columns=tuning.columns,
     )  # fmt: skip
     parts = mla_attend.attend(
