@@ -120,7 +120,7 @@ def _mla(c: ModelConfig, run: RunConfig, ranks: int, row: jax.ShapeDtypeStruct) 
         skinny.limits(row, weights)
         + skinny.limits(a, [q_b], norm=norm)
         + mla_query.limits(
-            q, a, kv_b, _s(bf16, latent), cache, _s(i32, n), heads=heads, tokens=1,
+            q, a, kv_b, _s(bf16, 1, latent), cache, _s(i32, n), heads=heads, tokens=1,
             columns=t.columns,
         )
         + mla_attend.limits(q_rows, cache, ends, ends, heads=heads, latent=latent, tuning=t)
