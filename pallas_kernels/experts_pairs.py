@@ -30,7 +30,7 @@ from jax import lax
 from pallas_kernels import common, experts, mailbox, meeting, mxfp4
 from pallas_kernels.experts import Tuning
 from pallas_kernels.experts_pack import HALF
-from pallas_kernels.row_product import LINE, Units
+from pallas_kernels.row_product import LINE, RowUnits
 from pallas_kernels.units import COLUMNS
 
 CTAS = 2  # of a pair
@@ -56,9 +56,9 @@ class Pairs:
         return self.chosen * (self.width // HALF)
 
     @property
-    def beside(self) -> Units:
+    def beside(self) -> RowUnits:
         """What the CTAs without a tile of h have to do in that time."""
-        return Units(*self.hidden, self.t.ctas - self.tiles)
+        return RowUnits(*self.hidden, self.t.ctas - self.tiles)
 
     @property
     def per(self) -> int:

@@ -31,7 +31,7 @@ LINE = 128  # numbers of a line of W as it is copied
 
 
 @dataclass(frozen=True)
-class Units:
+class RowUnits:
     """The units of D rows of M numbers, in turn over so many CTAs."""
 
     d: int
