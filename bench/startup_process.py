@@ -200,9 +200,9 @@ def dispatch_steps(setting: Setting) -> dict[str, Any]:
     weights = random_weights(static.config, setting.placement, o.seed, static.run)
     cache = random_cache(static.config, static.run, setting.placement, o.seed)
     inputs, _ = make_inputs(static.config, static.run, case, o.context, 1, o.seed)
-    jax.block_until_ready((weights, cache, inputs))
-    made = time.perf_counter()
     turn = first_turn(static, weights, cache, inputs)
+    jax.block_until_ready((weights, turn, inputs))
+    made = time.perf_counter()
     step = build_step_in_place(static, setting.backend, "last")
     loop = Loop(step, weights, turn, inputs)
     del cache, turn

@@ -1,4 +1,8 @@
-"""The jitted step: forward, commit, logits, draw; the cache is donated."""
+"""The jitted step: forward, commit, logits, draw.
+
+`build_step` donates the cache. `build_step_in_place` donates inputs and outputs too, so that no
+address changes from step to step.
+"""
 
 from __future__ import annotations
 
@@ -142,8 +146,25 @@ def first_turn(
     static: Static, weights: Weights, cache: Cache, inputs: StepInputs, rows: Rows = "last",
     mesh: Mesh | None = None,
 ) -> Turn:  # fmt: skip
-    """A turn before any step: `inputs` in memory of their own, outputs that hold zeros."""
-    shapes = jax.eval_shape(build_step(static, AUTO, rows, mesh), weights, cache, inputs)[1]
+    """A turn before any step: `inputs` in memory of their own, outputs that hold zeros.
+
+    Raises:
+        ValueError: inputs of more than one token per sequence; a step's results are one each.
+    """
+    if inputs.tokens.shape[1] != 1:
+        raise ValueError(
+            f"found {inputs.tokens.shape[1]} tokens per sequence, but a step in place takes 1, as "
+            "it writes the next one over it; use build_step for a prefill or a verify step"
+        )
+    ended = spread(
+        partial(conclude, static, AUTO, rows),
+        mesh,
+        (weight_specs(static.config, static.run), input_specs(), P()),
+        (output_specs(), input_specs()),
+        donate=(),
+    )
+    hidden = jax.ShapeDtypeStruct((inputs.tokens.size, static.config.hidden_size), jnp.bfloat16)
+    shapes = jax.eval_shape(ended, weights, inputs, hidden)[0]
 
     def made(inputs: StepInputs) -> tuple[StepInputs, StepOutputs]:
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
@@ -167,7 +188,12 @@ def _written_over(held: StepInputs, inputs: StepInputs) -> StepInputs:
 
 
 def with_inputs(turn: Turn, inputs: StepInputs) -> Turn:
-    """The turn with other inputs, from the host or the device, where its own were."""
+    """The turn with other inputs, from the host or the device, where its own were.
+
+    `inputs` may hold arrays of `turn.inputs` (`turn.inputs.replace(...)`); these are copied first.
+    """
+    held = {id(a) for a in jax.tree.leaves(turn.inputs)}
+    inputs = jax.tree.map(lambda a: jnp.copy(a) if id(a) in held else a, inputs)
     return turn._replace(inputs=_written_over(turn.inputs, inputs))
 
 

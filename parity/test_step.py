@@ -205,6 +205,18 @@ def test_steps_in_place_are_those_with_new_results(driver):
         with pytest.raises((RuntimeError, ValueError), match=r"deleted|donated"):
             turned(weights, old)
     assert np.array_equal(np.asarray(inputs.tokens), np.asarray(step_inputs(rows, 1, 4).tokens))
+    seeds = jnp.full(4, 7, jnp.uint32)
+    want = jax.tree.map(np.asarray, turn.inputs.replace(seed=seeds))
+    turn = turned(weights, with_inputs(turn, turn.inputs.replace(seed=seeds)))
+    assert np.array_equal(np.asarray(turn.inputs.seed), want.seed)
+    assert np.array_equal(np.asarray(turn.inputs.position), want.position + want.count)
+
+
+def test_steps_in_place_take_one_token(driver):
+    session = Session(driver)
+    inputs = step_inputs([(session.sequence(slot=0), ids_of(driver, 8, 2))], 2, 1)
+    with pytest.raises(ValueError, match=r"found 2 tokens .* takes 1.*; use build_step"):
+        first_turn(driver.static, driver.weights, session.cache, inputs)
 
 
 def test_sampling_depends_on_seed_and_position_alone(driver):
