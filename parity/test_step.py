@@ -214,7 +214,7 @@ def test_steps_in_place_are_those_with_new_results(driver):
 
 def test_steps_in_place_take_one_token(driver):
     session = Session(driver)
-    inputs = step_inputs([(session.sequence(slot=0), ids_of(driver, 8, 2))], 2, 1)
+    inputs = step_inputs([(session.sequence(slot=0), ids_of(driver, 8, 2)), None, None, None], 2, 4)
     with pytest.raises(ValueError, match=r"found 2 tokens .* takes 1.*; use build_step"):
         first_turn(driver.static, driver.weights, session.cache, inputs)
 
