@@ -190,17 +190,21 @@ def spread(
     donate: int | tuple[int, ...],
     check: bool = True,
     keep_unused: bool = False,
+    options: dict[str, str] | None = None,
 ) -> Callable:
     """The jitted function over the ranks of `mesh`, on one device without one.
 
     Arguments `donate` (a number, several or none) are donated; with `keep_unused` what is not read
-    gives its memory to a result, too. `check` False is for what `CHECK_EXCEPTIONS` names.
+    gives its memory to a result, too. `check` False is for what `CHECK_EXCEPTIONS` names. `options`
+    are the compiler's, for this program alone.
     """
     if mesh is not None:
         function = jax.shard_map(
             function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=check
         )
-    return jax.jit(function, donate_argnums=donate, keep_unused=keep_unused)
+    return jax.jit(
+        function, donate_argnums=donate, keep_unused=keep_unused, compiler_options=options
+    )
 
 
 def bind_spread(

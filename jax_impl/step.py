@@ -25,6 +25,9 @@ from jax_impl.sharding import cache_specs, input_specs, output_specs, spec, spre
 from jax_impl.static import Static
 
 Rows = Literal["last", "all"]
+# What XLA captures in CUDA graphs: its default and loops, so that the layers' loop is a node of the
+# one graph of a step and not a graph per turn that the host launches.
+CAPTURED = "CONDITIONAL,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,DYNAMIC_SLICE_FUSION,FUSION,WHILE"
 
 
 class Turn(NamedTuple):
@@ -139,6 +142,7 @@ def build_step_in_place(
         donate=1,
         check=not backend.whole_stacks,
         keep_unused=True,
+        options={"xla_gpu_enable_command_buffer": CAPTURED},
     )
 
 

@@ -17,6 +17,7 @@ MINIMUM_JAX = (0, 11, 2)  # warpgroup lowering by default, written Refs aliased 
 MAX_ROWS = 64
 BUCKETS = (8, 16, 32, 64)  # widths of the tensor-core operand that holds the rows
 SHARED_MEMORY = 232448  # bytes one CTA may use on sm_90 and sm_100
+GPCS = 8  # groups of multiprocessors of an H200 or B300: a cluster is within one
 _SPLIT = 200 << 10  # bytes of a CTA with which the multiprocessor gives all it can to shared memory
 
 
@@ -154,8 +155,9 @@ def _with_the_largest_split(body: Any, kw: dict[str, Any]) -> tuple[Any, dict[st
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     scratch = kw.get("scratch_types")
-    ctas = math.prod((*kw["grid"], *kw.get("cluster", ())))
-    if not isinstance(scratch, dict) or ctas > (cores() or 0):
+    clusters, size = math.prod(kw["grid"]), math.prod(kw.get("cluster", ()))
+    here = (cores() or 0) // GPCS // size * GPCS if size > 1 else cores() or 0
+    if not isinstance(scratch, dict) or clusters > here:
         return body, kw
     missing = _SPLIT - sum(map(_shared_bytes, scratch.values()))
     if missing <= 0:

@@ -557,10 +557,6 @@ class Both:
         """Of a meeting: all warpgroups of all CTAs."""
         return self.t.ctas * self.t.warpgroups
 
-    def cta(self) -> Any:
-        """Number of this CTA in the grid."""
-        return lax.axis_index("cta")
-
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
         """Of h and r, as the two kernels have them."""
         pairs = self.rows * self.chosen

@@ -52,7 +52,7 @@ def limits(
     s, t = _sizes(fused, state, w), tuning or default_tuning(fused, state, rows, w)
     out += late_product.limits(s, batch * heads, w, t)
     shape = kda.Shape(fused.shape[0] // batch, heads, weights.conv1d.shape[2], False)
-    used, limit = max(kda.shared_bytes(shape), s.shared_bytes(t)) + 4096, common.SHARED_MEMORY
+    used, limit = kda.shared_bytes(shape) + s.shared_bytes(t), common.SHARED_MEMORY
     common.expect(out, "shared memory", used, f"at most {limit} bytes", used <= limit)
     return out
 
@@ -119,9 +119,8 @@ def _build(
     shape: kda.Shape, batch: int, s: Sizes, t: Tuning, eps: float, lower_bound: float
 ) -> Any:
     makers = batch * shape.heads
-    memory = late_product.Memory(kda.scratch(shape), late_product.scratch(s, t))
     return common.kernel(
-        _body(shape, makers, s, t, memory, kda.body_of(shape, eps, lower_bound, False)),
+        _body(shape, makers, s, t, kda.body_of(shape, eps, lower_bound, False)),
         "k3_kda_out",
         own_barriers=True,
         read_once=True,
@@ -130,17 +129,14 @@ def _build(
         grid_names=("place",),
         num_threads=kda.GROUPS,
         thread_name="wg",
-        scratch_types=memory.types(),
+        scratch_types=dict(parts=late_product.scratch(s, t), **kda.scratch(shape)),
     )
 
 
-def _body(
-    shape: kda.Shape, makers: int, s: Sizes, t: Tuning, memory: late_product.Memory, head: Any
-) -> Any:
+def _body(shape: kda.Shape, makers: int, s: Sizes, t: Tuning, head: Any) -> Any:
     from jax.experimental import pallas as pl
 
-    def body(*refs, **scratch):
-        held, own = memory.cut(**scratch)
+    def body(*refs, parts, **held):
         inputs, (counters, w), (*found, y, zeros) = refs[:12], refs[12:14], refs[14:]
         layer, heads = inputs[8][0], found[0]
         place, wg = lax.axis_index("place"), lax.axis_index("wg")
@@ -153,7 +149,7 @@ def _body(
 
         def use():
             pl.when((place == makers) & (wg == 0))(lambda: meeting.clear(zeros))
-            late_product.multiply(s, t, place - makers, w.at[layer], heads, y, own, wait)
+            late_product.multiply(s, t, place - makers, w.at[layer], heads, y, parts, wait)
 
         pl.when(place < makers)(make)
         pl.when(place >= makers)(use)

@@ -3,11 +3,11 @@
     w bf16 [L, D, K], the whole stack;  x bf16 [N, K], N = 1..8, in global memory
     -> y f32 [N, D], not rounded
 
-A CTA takes some rows of w. It asks for all of them, into registers in the order in which the tensor
-core wants them, straight or by the copy engine through shared memory, and only then waits for x, so
-that nothing is left to be read but x. Its warps have a part of the columns each; their sums meet in
-shared memory and are added in one fixed order, so results do not depend on timing. Where D is no
-multiple of the rows, the last CTA's overlap those of the one before: both write the same bits.
+A CTA takes some rows of w. It asks for all of them, straight into registers in the order in which
+the tensor core wants them, and only then waits for x, so that nothing is left to be read but x. Its
+warps have a part of the columns each; their sums meet in shared memory and are added in one fixed
+order, so results do not depend on timing. Where D is no multiple of the rows, the last CTA's
+overlap those of the one before: both write the same bits.
 
 The kernel around it has the makers of x first in its grid. They wait for nobody and `arrive` at a
 counter (`meeting`) when their x is written. All of it is register code, in which no layout is to be
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import jax
@@ -30,7 +29,6 @@ from pallas_kernels.skinny_cut import CORES
 
 MAX_ROWS = 8  # of x: the narrow operand of the tensor core
 BLOCK = 32  # columns of which four lanes read 16 bytes each: two products of 16
-LINE = 64  # columns of a line of w in shared memory, 128 bytes
 UNIT = 16  # rows of w of one product
 MAX_PARTS = 8  # of the columns
 FREE = 56  # registers of a thread that w does not take
@@ -45,16 +43,12 @@ class Tuning:
         rows: of w per CTA.
         pause: clock cycles before w is asked for; without any the makers' own loads stand behind
             all of it.
-        drop: ask L2 to drop w before all else, which nobody reads again in this step; by the copy
-            engine it is the kernel around it that says so.
-        copied: by the copy engine, which brings a multiprocessor 60 KB per us; loads of 64 bytes
-            per row bring 12.
+        drop: ask L2 to drop w before all else, which nobody reads again in this step.
     """
 
     rows: int = 64
     pause: int = 300
     drop: bool = True
-    copied: bool = False
 
 
 @dataclass(frozen=True)
@@ -87,7 +81,7 @@ class Sizes:
 
     def shared_bytes(self, t: Tuning) -> int:
         """Shared memory of a CTA."""
-        return self.parts * t.rows * MAX_ROWS * 4 + t.rows * self.k * 2 * t.copied
+        return self.parts * t.rows * MAX_ROWS * 4
 
 
 def default_tuning(s: Sizes, makers: int) -> Tuning:
@@ -106,8 +100,6 @@ def limits(s: Sizes, makers: int, w: jax.Array, t: Tuning) -> list[str]:
     common.expect(out, "shape of a layer's w", w.shape[1:], (s.d, s.k), ok)
     ok = s.k % BLOCK == 0
     common.expect(out, "columns of w", s.k, f"a multiple of {BLOCK}", ok)
-    ok = not t.copied or s.k % LINE == 0
-    common.expect(out, "columns of w that is copied", s.k, f"a multiple of {LINE}", ok)
     unit = UNIT * s.groups
     ok = t.rows % unit == 0 and unit <= t.rows <= s.d
     common.expect(out, "rows of a CTA", t.rows, f"a multiple of {unit} up to {s.d}", ok)
@@ -124,51 +116,11 @@ def outputs(s: Sizes) -> list[jax.ShapeDtypeStruct]:
     return [jax.ShapeDtypeStruct((s.n, s.d), jnp.float32), meeting.COUNTERS]
 
 
-def scratch(s: Sizes, t: Tuning) -> dict[str, Any]:
-    """Scratch memory of a CTA that multiplies, as `multiply` takes it."""
+def scratch(s: Sizes, t: Tuning) -> Any:
+    """Shared memory of a CTA, in which the parts' sums meet."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    own: dict[str, Any] = dict(sums=plgpu.SMEM((s.parts, t.rows * MAX_ROWS), jnp.float32))
-    if t.copied:
-        bf16 = jnp.bfloat16
-        own["tile"] = plgpu.SMEM((t.rows, s.k), bf16, transforms=common.tiled(bf16, s.k))
-        own["came"] = plgpu.Barrier(num_barriers=1)
-    return own
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Scratch memory of a kernel whose CTAs either make x or multiply: the two share theirs.
-
-    Attributes:
-        makers: by name what those need that make x.
-        own: what those need that multiply, `scratch`.
-    """
-
-    makers: dict[str, Any]
-    own: dict[str, Any]
-
-    def types(self) -> dict[str, Any]:
-        """As the kernel takes it."""
-        from jax.experimental.pallas import mosaic_gpu as plgpu
-
-        sides = [[a for a in side.values() if _in_memory(a)] for side in (self.makers, self.own)]
-        both = self.makers | self.own
-        barriers = {name: a for name, a in both.items() if not _in_memory(a)}
-        return barriers | dict(memory=plgpu.RefUnion(*sides))
-
-    def cut(self, memory: Any, **barriers: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-        """From what the body gets: refs of the makers by name, refs of the others."""
-        out = []
-        for side, refs in zip((self.makers, self.own), memory, strict=True):
-            names = [name for name, a in side.items() if _in_memory(a)]
-            rest = {name: ref for name, ref in barriers.items() if name in side}
-            out.append(dict(zip(names, refs, strict=True)) | rest)
-        return out[0], out[1]
-
-
-def _in_memory(scratch: Any) -> bool:
-    return hasattr(scratch, "memory_space")
+    return plgpu.SMEM((s.parts, t.rows * MAX_ROWS), jnp.float32)
 
 
 @dataclass(frozen=True)
@@ -180,45 +132,29 @@ class Wait:
 
 
 def multiply(
-    s: Sizes, t: Tuning, number: Any, w: Any, x: Any, y: Any, held: dict[str, Any],
-    wait: Wait | None, interpret: bool = False,
+    s: Sizes, t: Tuning, tile: Any, w: Any, x: Any, y: Any, sums: Any, wait: Wait | None,
+    interpret: bool = False,
 ) -> None:  # fmt: skip
-    """Called by all warpgroups of a CTA: columns of y for its tile of rows of w, of that `number`.
+    """Called by all warpgroups of a CTA: columns of y for its `tile` of rows of w.
 
-    w [D, K], x [N, K] and y [N, D] are global refs, `held` is `scratch`. Without `wait` x is there.
+    w [D, K], x [N, K] and y [N, D] are global refs, `sums` is `scratch`. Without `wait` x is there.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
-    first = jnp.minimum(number * t.rows, s.d - t.rows)
+    first = jnp.minimum(tile * t.rows, s.d - t.rows)
     rows = pl.ds(first, t.rows)
     if interpret:
         assert wait is None, "the interpreter cannot wait for other CTAs"
         pl.when(lax.axis_index("wg") == 0)(lambda: _twin(s, w.at[rows], x, y.at[:, rows]))
         return
     counter, arrivals = ((), 0) if wait is None else ((wait.counter,), wait.arrivals)
-    source, kind = w.at[rows], plgpu.RefType()
-    if t.copied:
-        _pause(t)
-        ask = partial(plgpu.copy_gmem_to_smem, source, held["tile"], held["came"].at[0])
-        pl.when(lax.axis_index("wg") == 0)(ask)
-        plgpu.barrier_wait(held["came"].at[0])
-        source, kind = held["tile"], plgpu.RefType(common.tiled(jnp.bfloat16, s.k))
 
     def code(_: Any, *refs: Any) -> None:
         _multiply_registers(s, t, arrivals, *refs)
 
-    others = x, y.at[:, rows], held["sums"], *counter
-    types = kind, *(plgpu.RefType(),) * len(others)
-    plgpu.inline_mgpu(arg_types=types)(code)(source, *others)
-
-
-def _pause(t: Tuning) -> None:
-    from jax.experimental.pallas import mosaic_gpu as plgpu
-
-    text = _PAUSE.replace("CYCLES", str(t.pause))
-    if t.pause:
-        plgpu.inline_mgpu()(lambda _: common.Registers().ptx(text, volatile=True))()
+    refs = w.at[rows], x, y.at[:, rows], sums, *counter
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * len(refs))(code)(*refs)
 
 
 def _twin(s: Sizes, w: Any, x: Any, y: Any) -> None:
@@ -263,43 +199,6 @@ setp.lt.u32 on, now, CYCLES;
 @on bra again;
 }
 """
-# Lanes of w in shared memory, lines of 128 bytes with piece i of row r, 16 bytes, at i ^ r (mod 8).
-# Lane g of a product has row g / 2 or 4 + g / 2: eight lanes at once read two rows, which differ in
-# bit 2, and so from all banks. $0 first line of the lane's row, with its piece, $1 the part's first
-# block, $2 that bit; $3 tile, $4 thread
-_SHARED_PLACES = """
-{
-.reg .b32 part, group, lane, row, q, bit;
-shr.u32 part, $4, 5;
-shr.u32 group, part, SHIFT;
-and.b32 part, part, MASK;
-and.b32 lane, $4, 31;
-shr.u32 row, lane, 3;
-shr.u32 bit, lane, 2;
-and.b32 bit, bit, 1;
-and.b32 q, lane, 3;
-xor.b32 q, q, row;
-mad.lo.u32 q, q, 16, $3;
-mad.lo.u32 row, bit, 4, row;
-mad.lo.u32 q, row, 128, q;
-mad.lo.u32 $0, group, SIZE, q;
-mul.lo.u32 $1, part, BLOCKS;
-mov.b32 $2, bit;
-}
-"""
-# $0 where block $2 + NUMBER of the row at $1 lies; $3 its bit
-_BLOCK_PLACE = """
-{
-.reg .b32 block, half;
-add.u32 block, $2, NUMBER;
-and.b32 half, block, 1;
-xor.b32 half, half, $3;
-shr.u32 block, block, 1;
-mad.lo.u32 block, block, 1024, $1;
-mad.lo.u32 $0, half, 64, block;
-}
-"""
-_LOAD_SHARED = "ld.shared.v4.b32 {$0, $1, $2, $3}, [$4+AT];"
 _POLICY = "createpolicy.fractional.L2::evict_first.b64 $0, 1.0;"
 _LOAD = "ld.global.nc.L1::no_allocate.v4.b32 {$0, $1, $2, $3}, [$4+AT];"
 _LOAD_DROP = "ld.global.nc.L1::no_allocate.L2::cache_hint.v4.b32 {$0, $1, $2, $3}, [$4+AT], $5;"
@@ -312,7 +211,7 @@ _KEEP = "st.shared.v4.f32 [$0+AT], {$1, $2, $3, $4};"
 _FINISH = """
 {
 .reg .pred in;
-.reg .b32 n, r, at, some, high;
+.reg .b32 n, r, at, some;
 .reg .b64 to;
 .reg .f32 s<8>;
 setp.lt.u32 in, $2, COUNT;
@@ -325,7 +224,7 @@ mul.wide.u32 to, some, 4;
 add.u64 to, to, $0;
 shr.u32 some, r, 4;
 mad.lo.u32 at, some, 512, $1;
-LANE
+and.b32 some, r, 7;
 mad.lo.u32 at, some, 64, at;
 and.b32 some, r, 8;
 add.u32 at, at, some;
@@ -335,16 +234,6 @@ and.b32 some, n, 1;
 mad.lo.u32 at, some, 4, at;
 SUM@in st.global.f32 [to], s0;
 }
-"""
-
-
-# which eighth of the lanes has row r of eight
-_LANE = "and.b32 some, r, 7;"
-_LANE_COPIED = """
-and.b32 some, r, 3;
-shl.b32 some, some, 1;
-bfe.u32 high, r, 2, 1;
-or.b32 some, some, high;
 """
 
 
@@ -365,16 +254,13 @@ def _multiply_registers(
     )  # fmt: skip
     w_at, x_at, sums_at = reg.ptx(text, thread, results=3)
     units, blocks = t.rows // s.groups // UNIT, s.span // BLOCK
-    if t.copied:
-        held = _from_shared(reg, s, t, w, thread, units, blocks)
-    else:
-        if t.pause:
-            reg.ptx(_PAUSE.replace("CYCLES", str(t.pause)), volatile=True)
-        w_at = reg.wide_add(reg.global_address(w), w_at)
-        held = [
-            [_load(reg, t, w_at, unit * UNIT * line, line, j) for j in range(blocks)]
-            for unit in range(units)
-        ]
+    w_at = reg.wide_add(reg.global_address(w), w_at)
+    if t.pause:
+        reg.ptx(_PAUSE.replace("CYCLES", str(t.pause)), volatile=True)
+    held = [
+        [_load(reg, t, w_at, unit * UNIT * line, line, j) for j in range(blocks)]
+        for unit in range(units)
+    ]
     if counter is not None:
         meeting.look(reg, counter, arrivals)
     at = reg.wide_add(reg.global_address(x), x_at)
@@ -407,13 +293,7 @@ def _finish(reg: common.Registers, s: Sizes, t: Tuning, thread: Any, y: Any, sum
     clear = "".join(f"mov.f32 s{part}, 0f00000000;\n" for part in parts)
     add = "".join(f"add.f32 s0, s0, s{part};\n" for part in parts[1:])
     text = _filled(
-        _FINISH,
-        LANE=_LANE_COPIED if t.copied else _LANE,
-        COUNT=count,
-        INVERSE=inverse,
-        ROWS=t.rows,
-        LINE=s.d,
-        SUM=clear + load + add,
+        _FINISH, COUNT=count, INVERSE=inverse, ROWS=t.rows, LINE=s.d, SUM=clear + load + add
     )
     for first in range(0, count, 128 * s.warpgroups):
         place = reg.global_address(y), reg.shared_address(sums), reg.add(thread, first)
@@ -429,31 +309,6 @@ def _load(reg: common.Registers, t: Tuning, at: Any, first: int, line: int, j: i
     places = [first + row * line + 2 * BLOCK * j for row in (0, UNIT // 2)]
     return [
         reg.ptx(text.replace("AT", str(place)), *args, results=4, volatile=True) for place in places
-    ]
-
-
-def _from_shared(
-    reg: common.Registers, s: Sizes, t: Tuning, w: Any, thread: Any, units: int, blocks: int
-) -> list[list[list[Any]]]:
-    """What `_load` gives for all units and blocks, from the tile in shared memory."""
-    eight = 8 * 2 * s.k  # bytes of so many rows
-    text = _filled(
-        _SHARED_PLACES, SHIFT=s.parts.bit_length() - 1, MASK=s.parts - 1, BLOCKS=blocks,
-        SIZE=t.rows // s.groups * 2 * s.k,
-    )  # fmt: skip
-    row, block, bit = reg.ptx(text, reg.shared_address(w), thread, results=3)
-    places = [
-        reg.ptx(_BLOCK_PLACE.replace("NUMBER", str(j)), row, block, bit, results=1)[0]
-        for j in range(blocks)
-    ]
-
-    def load(place: Any, at: int) -> list[Any]:
-        text = _LOAD_SHARED.replace("AT", str(at))
-        return reg.ptx(text, place, results=4, volatile=True)
-
-    return [
-        [[load(place, (2 * unit + half) * eight) for half in (0, 1)] for place in places]
-        for unit in range(units)
     ]
 
 
@@ -474,9 +329,9 @@ def alone(
     s = Sizes(x.shape[0], w.shape[1], x.shape[1], warpgroups)
     common.require(limits(s, 0, w, tuning), "late_product")
 
-    def body(x: Any, w: Any, layer: Any, y: Any, **held: Any) -> None:
-        number = lax.axis_index("tile")
-        multiply(s, tuning, number, w.at[layer[0]], x, y, held, None, interpret)
+    def body(x: Any, w: Any, layer: Any, y: Any, sums: Any) -> None:
+        tile = lax.axis_index("tile")
+        multiply(s, tuning, tile, w.at[layer[0]], x, y, sums, None, interpret)
 
     call = common.kernel(
         body,
@@ -487,6 +342,6 @@ def alone(
         grid_names=("tile",),
         num_threads=warpgroups,
         thread_name="wg",
-        scratch_types=scratch(s, tuning),
+        scratch_types=dict(sums=scratch(s, tuning)),
     )
     return call(x, w, common.layer_operand(layer))

@@ -70,7 +70,7 @@ def limits(
     t, product = tuning or default_tuning(s, w.shape[1]), _product(s, w.shape[1])
     out += mla_value.limits(parts, ends, gate, kv_b, heads=heads, tuning=t.value)
     out += late_product.limits(product, _makers(s, t.value), w, t.product)
-    used = max(mla_value.shared_bytes(s), product.shared_bytes(t.product)) + 4096
+    used = mla_value.shared_bytes(s) + product.shared_bytes(t.product)
     limit = common.SHARED_MEMORY
     common.expect(out, "shared memory", used, f"at most {limit} bytes", used <= limit)
     return out
@@ -125,31 +125,27 @@ def value_out(
         )
         return found, y, meeting.counters()
     product, makers = _product(s, w.shape[1]), _makers(s, t.value)
-    memory = late_product.Memory(mla_value.scratch(s), late_product.scratch(product, t.product))
     call = common.kernel(
-        _body(s, product, makers, t, memory),
+        _body(s, product, makers, t),
         "k3_mla_value_out",
         out_type=[jax.ShapeDtypeStruct(gate.shape, gate.dtype), *late_product.outputs(product)],
         grid=(makers + product.tiles(t.product),),
         grid_names=("place",),
         num_threads=s.warpgroups,
         thread_name="wg",
-        scratch_types=memory.types(),
+        scratch_types=dict(sums=late_product.scratch(product, t.product), **mla_value.scratch(s)),
     )
     operands = *parts, ends, gate, kv_b, common.layer_operand(layer)
     found, y, zeros = call(*operands, jax.new_ref(counters), w)
     return found, y, zeros
 
 
-def _body(
-    s: mla_value.Sizes, product: Sizes, makers: int, t: Tuning, memory: late_product.Memory
-) -> Any:
+def _body(s: mla_value.Sizes, product: Sizes, makers: int, t: Tuning) -> Any:
     from jax.experimental import pallas as pl
 
     one_tile = mla_value.body_of(s, t.value, False)
 
-    def body(*refs, **scratch):
-        held, own = memory.cut(**scratch)
+    def body(*refs, sums, **held):
         inputs, (counters, w, heads, y, zeros) = refs[:6], refs[6:]
         place, wg = lax.axis_index("place"), lax.axis_index("wg")
         wait = late_product.Wait(meeting.one(counters, COUNTER), makers)
@@ -163,7 +159,7 @@ def _body(
         def use():
             pl.when((place == makers) & (wg == 0))(lambda: meeting.clear(zeros))
             tile, rows = place - makers, w.at[inputs[5][0]]
-            late_product.multiply(product, t.product, tile, rows, heads, y, own, wait)
+            late_product.multiply(product, t.product, tile, rows, heads, y, sums, wait)
 
         pl.when(place < makers)(make)
         pl.when(place >= makers)(use)

@@ -1,6 +1,5 @@
 """Output projections inside the kernels that make the heads."""
 
-from dataclasses import replace
 from functools import partial
 
 import jax
@@ -148,42 +147,6 @@ def test_register_code_of_the_product(n, d, k, warpgroups, tuning):
     x, w = normal(0, n, k).at[1:2].set(jnp.nan), normal(1, 2, d, k).at[0].set(jnp.nan)
     y = late_product.alone(x, w, 1, warpgroups=warpgroups, tuning=tuning)
     against_float64(y, x, w[1])
-
-
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize(
-    ("n", "d", "k", "warpgroups", "rows"),
-    [
-        (1, D, 768, 2, 64), (8, D, 768, 2, 96), (8, D, 768, 4, 96), (3, 200, 128, 2, 64),
-        (4, 256, 1536, 2, 64), (2, D, 768, 3, 96),
-    ],
-)  # fmt: skip
-def test_w_by_the_copy_engine(n, d, k, warpgroups, rows):
-    """The bits of the product whose w comes straight to registers."""
-    x, w = normal(0, n, k).at[1:2].set(jnp.nan), normal(1, 2, d, k).at[0].set(jnp.nan)
-    tunings = Tuning(rows), Tuning(rows, copied=True)
-    one, two = (late_product.alone(x, w, 1, warpgroups=warpgroups, tuning=t) for t in tunings)
-    against_float64(one, x, w[1])
-    assert same_bits(one, two)
-
-
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize(("batch", "tokens"), [(1, 1), (8, 1), (1, 8)])
-def test_kda_out_with_w_by_the_copy_engine(batch, tokens):
-    args = kda_inputs(tokens, 6, batch, slots=batch + 2)
-    w = normal(3, 2, D, 768, scale=768**-0.5)
-    usual = kda_out.default_tuning(args[0], args[1], args[4], w)
-
-    def call(counters, fused, state, window, weights, rows, w, t=usual):
-        kw = SETTINGS | dict(commit=False, tuning=t)
-        return kda_out.kda_out(fused, state, window, weights, 1, rows, w, counters, **kw)
-
-    copied = partial(call, t=replace(usual, copied=True))
-    found, want = (replayed(each, (*args, w)) for each in (copied, call))
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(want), strict=True):
-        assert same_bits(a, b)
 
 
 def replayed(call, args, times=100):
