@@ -91,7 +91,7 @@ def test_figures_from_samples():
 
 def test_conditions_say_which_layers_were_one_loop():
     whole = load_config("k3")
-    assert how_layers_run(whole, LATENCY_SPECIALIZED) == "layers 12..83 as one loop of 6 x 12"
+    assert how_layers_run(whole, LATENCY_SPECIALIZED) == "layers 2..85 as one loop of 7 x 12"
     assert how_layers_run(whole, AUTO) == "unrolled"
     eight = slice_model.with_moe_layers(whole, 8)
     assert how_layers_run(eight, LATENCY_SPECIALIZED) == "unrolled"

@@ -55,9 +55,13 @@ class Repeat(NamedTuple):
 
 
 def repeated(config: ModelConfig) -> Repeat:
-    """Whole AttnRes blocks of layers with experts that are all like the first of them."""
-    c, period = config, config.attn_res_block_size
-    first = -(-c.first_k_dense_replace // period) * period
+    """Runs of layers with experts, as many as an AttnRes block has, all like the first of them.
+
+    They begin behind the first layer with experts, as a dense one may hand on a delta of another
+    form, and not with a block: each has one start of a block in it, at the same place, and fewer
+    layers are left over.
+    """
+    c, first, period = config, config.first_k_dense_replace + 1, config.attn_res_block_size
 
     def alike(turn: int) -> bool:
         begin = first + turn * period
@@ -242,15 +246,15 @@ def forward(
 
 
 def _with_loop(again: Repeat, total: int, layers: Callable, taps: tuple[int, ...]) -> Callable:
-    """`layers` over all of the model, its repeated part a loop: a program of a third the size."""
+    """`layers` over all of the model, its repeated part a loop: a program of a quarter the size."""
     first, period, turns = again
-    block = range(first, first + period)
-    # inputs of layers that somebody wants; in the loop the same ones of every block
+    once = range(first, first + period)
+    # inputs of layers that somebody wants; in the loop the same ones of every turn
     wanted = {(tap + 1 - first) % period for tap in taps if 0 <= tap + 1 - first < turns * period}
 
     def run(stream: Stream, cache: Cache) -> Any:
         def body(carry: tuple[Stream, Cache], turn: jax.Array) -> Any:
-            stream, cache, pending, entered = layers(block, turn, *carry)
+            stream, cache, pending, entered = layers(once, turn, *carry)
             return (stream, cache), (pending, {i: entered[first + i] for i in sorted(wanted)})
 
         stream, cache, pending, entered = layers(range(first), 0, stream, cache)

@@ -18,10 +18,11 @@ from jax_impl.tiny_presets import PRESETS, text_config
 from parity.kernel_env import same
 
 TINY = ModelConfig.from_dict(text_config(PRESETS["tiny"].target), source="preset tiny")
-# a dense layer in the first block; three blocks alike; a layer of a fourth
+# two dense layers and one with experts; three times two layers alike, of which the second starts a
+# block; one layer more
 CONFIG = replace(
-    TINY, num_hidden_layers=9, attn_res_block_size=2, mla_layers=(1, 3, 5, 7),
-    first_k_dense_replace=1,
+    TINY, num_hidden_layers=10, attn_res_block_size=2, mla_layers=(1, 3, 5, 7),
+    first_k_dense_replace=2,
 )  # fmt: skip
 
 
@@ -73,20 +74,20 @@ def inputs(tokens):
     )  # fmt: skip
 
 
-def test_blocks_that_are_alike_are_found():
-    assert repeated(CONFIG) == Repeat(2, 2, 3)
-    assert repeated(replace(CONFIG, mla_layers=(1, 3, 4, 7))) == Repeat(2, 2, 1)
-    assert repeated(replace(CONFIG, num_hidden_layers=3)).turns == 0
+def test_layers_that_repeat_are_found():
+    assert repeated(CONFIG) == Repeat(3, 2, 3)
+    assert repeated(replace(CONFIG, mla_layers=(1, 3, 4, 5, 7))) == Repeat(3, 2, 1)
+    assert repeated(replace(CONFIG, num_hidden_layers=4)).turns == 0
     released = replace(
-        CONFIG, num_hidden_layers=93, attn_res_block_size=12,
-        mla_layers=tuple(i for i in range(93) if i % 4 == 3),
+        CONFIG, first_k_dense_replace=1, num_hidden_layers=93, attn_res_block_size=12,
+        mla_layers=(*range(3, 92, 4), 92),
     )  # fmt: skip
-    assert repeated(released) == Repeat(12, 12, 6)
+    assert repeated(released) == Repeat(2, 12, 7)
 
 
 @pytest.mark.parametrize(
     ("commit", "taps"),
-    [pytest.param(True, (), marks=pytest.mark.slow), (False, (0, 1, 2, 5, 7, 8))],
+    [pytest.param(True, (), marks=pytest.mark.slow), (False, (0, 1, 2, 5, 7, 8, 9))],
 )
 def test_the_loop_is_the_same_step(commit, taps):
     run = RunConfig(compute="float32", slots=2, pages=4, page_size=8)
@@ -97,7 +98,7 @@ def test_the_loop_is_the_same_step(commit, taps):
         return jax.jit(call)(weights, make_cache(CONFIG, run), inputs(3))
 
     want, got = step(AUTO), step(LOOPED)
-    assert jnp.isfinite(want.hidden).all() and len(want.pending) == (0 if commit else 5)
+    assert jnp.isfinite(want.hidden).all() and len(want.pending) == (0 if commit else 6)
     assert jax.tree.structure(got) == jax.tree.structure(want)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         same(a, b, 1e-5)  # float32 sums in another order
