@@ -15,13 +15,14 @@ third calls it, on random weights.
                                   being there, to the end of its results: tracing, lowering,
                                   loading, whatever the runtime does at a first call, and the step
     dispatch_us                   from a call that enqueues a step in place until it returns
+    handover_us                   what goes before it: alone, inputs from the host to their place;
+                                  chained, the copy of the tokens that the step before has made
     dispatch_p10_us, ..p90_us     deciles of the same calls
     step_us                       from the call to the end of the step's results
         .alone.CASE               inputs on the host, the step before has ended: a loop that looks
                                   at every token
         .chained.CASE             inputs from the step before, up to 16 steps in flight (the first
-                                  call of each row is not counted), the copy of the tokens of the
-                                  step before included; `step_us` per step of a row
+                                  call of each row is not counted); `step_us` per step of a row
     busy.CASE                     share of the chained calls that returned before the step in front
                                   had ended: at 1 the device was never without work
     buffers_in.CASE, .._out.CASE  arrays that go in and come out of a call
@@ -184,6 +185,8 @@ def figures_of(name: str, found: dict[str, Any]) -> dict[str, dict[str, Any]]:
         each = [s * 1e6 for s in calls["dispatch"]]
         deciles = statistics.quantiles(each, n=10)
         out[f"dispatch_us.{kind}.{name}"] = median_figure(each, "us")
+        given = [s * 1e6 for s in calls["handover"]]
+        out[f"handover_us.{kind}.{name}"] = median_figure(given, "us")
         out[f"dispatch_p10_us.{kind}.{name}"] = figure(deciles[0], "us")
         out[f"dispatch_p90_us.{kind}.{name}"] = figure(deciles[-1], "us")
         out[f"step_us.{kind}.{name}"] = median_figure([s * 1e6 for s in calls["step"]], "us")

@@ -100,11 +100,14 @@ class Calls:
 
     Attributes:
         dispatch: of each call, until it returned.
+        handover: of what goes before: alone, inputs from the host to where they belong; chained,
+            the copy of the tokens of the step before, for whoever reads them.
         step: of a step, until its results were there; of steps in a row the mean.
         busy: per call, whether the step before it was still running when it returned.
     """
 
     dispatch: list[float] = field(default_factory=list)
+    handover: list[float] = field(default_factory=list)
     step: list[float] = field(default_factory=list)
     busy: list[bool] = field(default_factory=list)  # of steps in a row only
 
@@ -125,11 +128,15 @@ class Loop:
         self.first = replace(self.on_host, position=self.on_host.position - (IN_FLIGHT - 1))
         self.finite = True
 
-    def enqueue(self, inputs: StepInputs | None = None) -> float:
-        """Seconds of one call; with inputs on the host, which are brought to where they belong."""
+    def give(self, inputs: StepInputs) -> float:
+        """Seconds of bringing inputs on the host to where they belong."""
         begin = self.clock()
-        if inputs is not None:
-            self.turn = self.given(self.turn, inputs)
+        self.turn = self.given(self.turn, inputs)
+        return self.clock() - begin
+
+    def enqueue(self) -> float:
+        """Seconds of one call."""
+        begin = self.clock()
         self.turn = self.step(self.weights, self.turn)
         return self.clock() - begin
 
@@ -141,23 +148,21 @@ class Loop:
     def alone(self, found: Calls) -> None:
         """One step of inputs that are on the host, nothing else on the device."""
         begin = self.clock()
-        took = self.enqueue(self.on_host)
+        found.handover.append(self.give(self.on_host))
+        found.dispatch.append(self.enqueue())
         self.wait()
-        found.dispatch.append(took)
         found.step.append(self.clock() - begin)
 
     def chained(self, found: Calls) -> None:
-        """`IN_FLIGHT` steps, each of the tokens of the one before; all calls but the first.
-
-        A call includes the copy of the tokens that the step before has made, for whoever reads it.
-        """
+        """`IN_FLIGHT` steps, each of the tokens of the one before; all calls but the first."""
         begin = self.clock()
-        self.enqueue(self.first)
+        self.give(self.first)
+        self.enqueue()
         for _ in range(IN_FLIGHT - 1):
             called = self.clock()
             token = self.kept(self.turn.outputs.token)
-            self.enqueue()
-            found.dispatch.append(self.clock() - called)
+            found.handover.append(self.clock() - called)
+            found.dispatch.append(self.enqueue())
             found.busy.append(not token.is_ready())
         self.wait()
         found.step.append((self.clock() - begin) / IN_FLIGHT)

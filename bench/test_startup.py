@@ -69,6 +69,14 @@ class FakeStep:
         outputs = SimpleNamespace(finite=True, token=token)
         return Turn(cache + 1, replace(inputs, position=inputs.position + 1), outputs)  # type: ignore[arg-type]
 
+    def given(self, turn, inputs):
+        self.now += 0.5
+        return turn._replace(inputs=inputs)
+
+    def kept(self, token):
+        self.now += 0.25
+        return token
+
     def wait(self):
         self.now = max(self.now, self.ends)
 
@@ -80,7 +88,7 @@ def loop(monkeypatch):
     inputs = StepInputs(one[None], one, one + 50, one, one[None], one, one)  # type: ignore[arg-type]
     made = Loop(
         step, None, Turn(0, None, None), inputs, step.clock,  # type: ignore[arg-type]
-        given=lambda turn, inputs: turn._replace(inputs=inputs), kept=lambda token: token,
+        given=step.given, kept=step.kept,
     )  # fmt: skip
     monkeypatch.setattr(made, "wait", step.wait)
     return made
@@ -90,7 +98,8 @@ def test_a_step_alone_begins_when_the_one_before_has_ended(loop):
     found = Calls()
     loop.alone(found)
     loop.alone(found)
-    assert (found.dispatch, found.step, found.busy) == ([2.0, 2.0], [12.0, 12.0], [])
+    assert (found.dispatch, found.step, found.busy) == ([2.0, 2.0], [12.5, 12.5], [])
+    assert found.handover == [0.5, 0.5]
     assert [cache for cache, *_ in loop.step.seen] == [0, 1]  # every call takes the last one's
 
 
@@ -98,7 +107,8 @@ def test_steps_in_a_row_are_behind_each_other(loop):
     found = Calls()
     loop.chained(found)
     assert found.dispatch == [2.0] * (IN_FLIGHT - 1) and found.busy == [True] * (IN_FLIGHT - 1)
-    assert found.step == [(2.0 + 10.0 * IN_FLIGHT) / IN_FLIGHT]
+    assert found.handover == [0.25] * (IN_FLIGHT - 1)
+    assert found.step == [(2.5 + 10.0 * IN_FLIGHT) / IN_FLIGHT]
     assert [cache for cache, *_ in loop.step.seen] == list(range(IN_FLIGHT))
     places = [position for *_, position in loop.step.seen]
     assert places == list(range(51 - IN_FLIGHT, 51))  # the last one where one alone is
@@ -129,9 +139,15 @@ def made_up(cold_hits=0, cached_hits=1, finite=True, layer=True):
     times = dict(zip(startup.PARTS, (1.0, 2.0, 3.0, 6.0, 9.0), strict=True))
     common = times | {"buffers_in": 49, "buffers_out": 16, "misses": 0}
     kinds = {
-        "alone": {"dispatch": [3e-4] * 20, "step": [9e-3] * 20, "busy": []},
+        "alone": {
+            "dispatch": [3e-4] * 20,
+            "handover": [2e-4] * 20,
+            "step": [9e-3] * 20,
+            "busy": [],
+        },
         "chained": {
             "dispatch": [1e-4] * 16 + [5e-4] * 4,
+            "handover": [5e-5] * 20,
             "step": [8e-3] * 4,
             "busy": [True, False],
         },
@@ -150,14 +166,12 @@ def test_figures_from_samples():
     value = lambda name: found[f"{name}.moe4.rows1"]["value"]  # noqa: E731
     assert value("total_s.cold") == 6.0 and value("compile_s.cached") == 3.0
     assert value("dispatch_us.alone") == 300.0 and value("dispatch_us.chained") == 100.0
+    assert value("handover_us.alone") == 200.0 and value("handover_us.chained") == 50.0
     assert value("dispatch_p10_us.chained") == 100.0 < value("dispatch_p90_us.chained")
     assert value("step_us.chained") == 8000.0 and value("busy") == 0.5
     assert len(found["dispatch_us.chained.moe4.rows1"]["samples"]) == 20
     less = figures_of("moe4.rows1", made_up() | {"calls": None})
-    assert (
-        not [n for n in less if "dispatch" in n or "step" in n]
-        and "total_s.cold.moe4.rows1" in less
-    )
+    assert not [n for n in less if "_us" in n or "step" in n] and "total_s.cold.moe4.rows1" in less
 
 
 @pytest.mark.parametrize(

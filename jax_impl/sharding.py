@@ -190,7 +190,7 @@ def spread(
     donate: int | tuple[int, ...],
     check: bool = True,
     keep_unused: bool = False,
-    options: dict[str, str] | None = None,
+    options: dict[str, Any] | None = None,
 ) -> Callable:
     """The jitted function over the ranks of `mesh`, on one device without one.
 
