@@ -77,6 +77,16 @@ mapa.shared::cluster.u32 box, $3, cta;
 """.replace("SEND", mailbox.SEND)
 
 
+# the same, where there is nobody else
+_KEEP_ONE = """
+{
+.reg .pred in;
+setp.lt.u32 in, $2, COUNT;
+@in st.shared.b32 [$1], $0;
+}
+"""
+
+
 def _added(reg: common.Registers, at: Any, offsets: Sequence[int]) -> Any:
     """The f32 numbers at these byte offsets of this CTA's shared memory, added in order."""
     value = None
@@ -93,7 +103,8 @@ def push_tile(
 ) -> None:  # fmt: skip
     """This CTA's part of a tile to those that finish it: CTA f of its `splits` gets its columns.
 
-    A cluster is one or several times `splits` CTAs side by side, a power of two.
+    A cluster is one or several times `splits` CTAs side by side, a power of two. A CTA without one
+    has no mail: it cannot write to another's memory, nor to its own in that way.
 
     By one warpgroup, after all have stored their `sums` f32 [warpgroups, tile, width], and with a
     norm their `squares` (`row_norm.store_squares`). For each of `starts` the rows from
@@ -107,12 +118,12 @@ def push_tile(
     size, per = width * columns, tile * width * 4
     sent = rows * columns  # the first elements of [width, columns]
 
-    def tell(reg: common.Registers, value: Any, at: Any, cta: int, count: int, box: Any) -> None:
-        text = _PUSH_ONE.replace("NUMBER", str(cta)).replace("COUNT", str(count))
-        text = text.replace("FIRST", str(-into.shape[0]))
-        reg.ptx(text, value, at, reg.thread(), reg.shared_address(box), volatile=True)
+    def tell(reg: common.Registers, value: Any, at: Any, cta: int, count: int, *box: Any) -> None:
+        text = (_PUSH_ONE if box else _KEEP_ONE).replace("COUNT", str(count))
+        text = text.replace("NUMBER", str(cta)).replace("FIRST", str(-into.shape[0]))
+        reg.ptx(text, value, at, reg.thread(), *map(reg.shared_address, box), volatile=True)
 
-    def numbers(_: Any, source: Any, target: Any, box: Any) -> None:
+    def numbers(_: Any, source: Any, target: Any, *box: Any) -> None:
         reg = common.Registers()
         text = _PLACE.replace("COLUMNS", str(columns)).replace("WIDTH", str(width))
         for cta in range(finishers):
@@ -123,9 +134,11 @@ def push_tile(
                     at = reg.ptx(text, element, first, results=1)[0]
                     value = _added(reg, at, [g * per for g in range(warpgroups)])
                     place = reg.add(reg.mul(element, 4), block * size * 4)
-                    tell(reg, value, reg.add(reg.shared_address(target), place), cta, sent - i, box)
+                    tell(
+                        reg, value, reg.add(reg.shared_address(target), place), cta, sent - i, *box
+                    )
 
-    def row_squares(_: Any, source: Any, target: Any, box: Any) -> None:
+    def row_squares(_: Any, source: Any, target: Any, *box: Any) -> None:
         reg = common.Registers()
         at = reg.ptx(_SQUARES_PLACE, reg.thread(), reg.shared_address(source), results=1)[0]
         offsets = [g * width * 8 + half for g in range(warpgroups) for half in (0, 32)]
@@ -133,12 +146,13 @@ def push_tile(
         seen = _added(reg, at, offsets)
         place = reg.add(reg.shared_address(target), reg.mul(reg.thread(), 4))
         for cta in range(finishers):
-            tell(reg, seen, place, cta, width, box)
+            tell(reg, seen, place, cta, width, *box)
 
-    call, to = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 3), mailbox.box(mail, number)
-    call(numbers)(sums, into.at[split], to)
+    box = () if mail is None else (mailbox.box(mail, number),)
+    call = plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * (2 + len(box)))
+    call(numbers)(sums, into.at[split], *box)
     if squares is not None:
-        call(row_squares)(squares, rows_into.at[split], to)
+        call(row_squares)(squares, rows_into.at[split], *box)
 
 
 def tile_bytes(starts: Any, columns: int, rows: int, width: int, splits: int, norm: bool) -> int:

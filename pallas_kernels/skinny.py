@@ -318,14 +318,15 @@ def scratch(kinds: Sequence[Kind], width: int, t: Tuning, held: int = 0) -> dict
 
 
 def parts(kinds: Sequence[Kind], width: int, t: Tuning, norm: bool) -> dict[str, Any]:
-    """Scratch memory in which a cluster's sums meet, if they do."""
+    """Scratch memory in which a cluster's sums meet, if they do; mailboxes if it is one."""
     from jax.experimental.pallas import mosaic_gpu as plgpu
 
     if not t.meets(norm):
         return {}
     most = max(len(_starts(q, t)) * width * share_of(q, width, t, False)[1] for q in kinds)
     out = dict(parts=plgpu.SMEM((t.splits, most), jnp.float32))
-    out["mail"] = mailbox.scratch(len(kinds))
+    if t.splits > 1:
+        out["mail"] = mailbox.scratch(len(kinds))
     rows = dict(row_parts=plgpu.SMEM((t.splits, width), jnp.float32))
     return out | (rows if norm else {})
 
@@ -489,7 +490,7 @@ def products(
     for i, kind, low, here in tiles:
         pl.when(here)(lambda i=i, kind=kind, low=low: multiply(c, ws[i], kind, low, requested))
     plgpu.barrier_arrive(done.at[0])
-    if c.parts is not None and not entered:
+    if c.mail is not None and not entered:
         mailbox.enter()
     pl.when(c.wg == 0)(lambda: plgpu.barrier_wait(done.at[0]))
     if c.parts is not None:
@@ -502,8 +503,10 @@ def products(
         out = None if c.parts is not None else staged[i]
 
         def finish(i=i, y=ys[i], q=kind, at=low, out=out):
-            if c.parts is not None:
+            if c.mail is not None:
                 mailbox.receive(c.mail, i)
+            elif c.parts is not None:  # this warpgroup's own
+                common.barrier(c.interpret)
             _store(c, y, q, at, out)
 
         pl.when(finishes)(finish)

@@ -29,6 +29,7 @@ TARGETS = {  # cores, compute capability, L2 and memory bytes, name
     "gb300": (152, (10, 3), 135528448, 276 << 30, "NVIDIA GB300"),
 }
 SYMMETRIC = ":S(7)"  # how a compiled program marks arrays in symmetric memory
+_OF_CLUSTERS = r"\bmapa\.|\bst\.async\.|\bbarrier\.cluster\."
 MAY_SPILL: set[str] = set()  # kernels that keep more than the registers hold, by design
 
 
@@ -67,13 +68,21 @@ def description(target: str) -> str:
 
 @contextlib.contextmanager
 def _reports(folder: Path) -> Iterator[None]:
-    names = {"MOSAIC_GPU_DUMP_TO": str(folder), "MOSAIC_GPU_DUMP_PTXAS": "1"}
+    names = {
+        "MOSAIC_GPU_DUMP_TO": str(folder), "MOSAIC_GPU_DUMP_PTXAS": "1",
+        "MOSAIC_GPU_DUMP_PTX": "1",
+    }  # fmt: skip
     os.environ |= names
     try:
         yield
     finally:
         for name in names:
             del os.environ[name]
+
+
+def alone_in_a_cluster(ptx: str) -> bool:
+    """Whether a kernel without clusters has instructions of one: ptxas takes them, the GPU not."""
+    return "explicitcluster" not in ptx and re.search(_OF_CLUSTERS, ptx) is not None
 
 
 def compile_case(
@@ -107,6 +116,9 @@ def compile_case(
             text = jax.jit(call).lower(*placed).compile().as_text() or ""
         if hosts > 1 and SYMMETRIC not in text:
             raise RuntimeError("what other processes write to does not lie in symmetric memory")
+        for file in sorted(Path(name).glob("*.ptx")):
+            if alone_in_a_cluster(file.read_text()):
+                raise RuntimeError(f"{file.stem} has no clusters, but instructions of one")
         lines = []
         for file in sorted(Path(name).glob("*.ptxas")):
             text = file.read_text()

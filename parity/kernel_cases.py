@@ -45,6 +45,11 @@ def cases() -> dict[str, tuple[Callable[..., Any], tuple[Any, ...]]]:
             lambda x, g, w, i: latent_up.latent_up(x, g, w, i, eps=1e-5),
             (s(bf16, m, 3584), s(bf16, 3584), s(bf16, 2, 448, 3584), layer),
         )
+        if m == 8:  # a norm's sums in a CTA that has no cluster
+            out["latent_up.narrow"] = (
+                lambda x, g, w, i: latent_up.latent_up(x, g, w, i, eps=1e-5),
+                (s(bf16, m, 64), s(bf16, 64), s(bf16, 2, 128, 64), layer),
+            )
         row, wide = s(bf16, m, 7168), s(bf16, 7168)
         out[f"attn_res.rows{m}"] = (
             lambda p, b, c, d, *ws: attn_res.attn_res(p, b, c, d, *ws, eps=1e-5, snapshot=True),

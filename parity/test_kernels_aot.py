@@ -12,8 +12,9 @@ needs_plugin = pytest.mark.skipif(
     kernel_aot.plugin_folder() is None, reason="the CUDA plugin and ptxas (extra `aot`)"
 )
 # every kind of body and both matrix instructions; all cases: `python -m parity.kernel_aot`
-SMALL = ("skinny.o_proj.rows8", "skinny.kda_in.rows64", "attn_res.two_deltas.rows8",
-         "topk.shared.rows8", "experts_row.tp16.rows1", "vocab.markov.rows8", "experts.tp16.rows8",
+SMALL = ("skinny.o_proj.rows8", "latent_up.narrow", "skinny.kda_in.rows64",
+         "attn_res.two_deltas.rows8", "topk.shared.rows8", "experts_row.tp16.rows1",
+         "vocab.markov.rows8", "experts.tp16.rows8",
          "experts.two_kernels.tp16.rows8", "kda.tp16.batch1.tokens8",
          "kda_out.tp16.batch8.tokens1", "mla_value_out.tp16.rows8.tokens1",
          "mla.tp16.rows8.tokens8.float8_e4m3fn", "mix_products.route.rows8")  # fmt: skip
@@ -47,6 +48,13 @@ def test_exchanges_assemble(target, hosts, gpus):
     mesh = "--hosts", str(hosts), "--gpus", str(gpus)
     printed = compiled("--target", target, *mesh, "--match", "rows8")
     assert "k3_all_reduce" in printed and "k3_all_gather" in printed
+
+
+@pytest.mark.parametrize("code", ["mapa.shared::cluster.u32 a, b, c;", "barrier.cluster.wait;"])
+def test_instructions_of_clusters_need_clusters(code):
+    assert kernel_aot.alone_in_a_cluster(f".entry k3()\n{{ {code} }}")
+    assert not kernel_aot.alone_in_a_cluster(f".entry k3() .explicitcluster\n{{ {code} }}")
+    assert not kernel_aot.alone_in_a_cluster(".entry k3() { mbarrier.init.shared::cta.b64; }")
 
 
 def test_every_kernel_is_listed():

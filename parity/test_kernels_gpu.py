@@ -21,7 +21,7 @@ from pallas_kernels import (
     skinny,
     units,
 )
-from parity.kernel_env import needs_gpu, same
+from parity.kernel_env import needs_gpu, same, same_bits
 from parity.kernel_inputs import kda_inputs
 
 pytestmark = [pytest.mark.gpu, needs_gpu]
@@ -62,6 +62,18 @@ def test_route_and_latent_up(m):
     x, norm, w = with_nan_row(normal(3, m, 3584)), normal(4, 3584), normal(5, 1, 448, 3584)
     (got,) = latent_up.latent_up(x, norm, w, eps=1e-5)
     same(got, latent_up.reference(x, norm, w, eps=1e-5), 4e-3)
+
+
+@pytest.mark.parametrize("m", [1, 2, 9, 64])
+@pytest.mark.parametrize(("k", "warpgroups"), [(64, 1), (192, 3), (256, 2)])
+def test_latent_up_whose_sums_meet_in_one_cta(m, k, warpgroups):
+    """Too few columns for a cluster: nothing may be written to another CTA's memory."""
+    x, norm, w = with_nan_row(normal(3, m, k)), normal(4, k), normal(5, 1, 128, k, scale=k**-0.5)
+    tuning = skinny.Tuning(step=64, stages=2, warpgroups=warpgroups)
+    (got,) = latent_up.latent_up(x, norm, w, eps=1e-5, tuning=tuning)
+    same(got, latent_up.reference(x, norm, w, eps=1e-5), 4e-3)
+    for _ in range(50):
+        assert same_bits(got, latent_up.latent_up(x, norm, w, eps=1e-5, tuning=tuning)[0])
 
 
 @pytest.mark.parametrize("n", [2, 8, 9, 64])
