@@ -21,7 +21,8 @@ JAX_ONLY_TESTS ?= $(addprefix bench/test_,roofline.py result.py timing.py decode
   test_checkpoint.py test_prepared.py test_memory.py test_router.py test_step.py test_engine.py \
   test_cli.py test_readme.py test_kernels_mxfp4.py test_kernels_skinny.py test_kernels_experts.py \
   test_kernels_attn_res.py test_kernels_mix.py test_kernels_kda.py test_kernels_commit.py \
-  test_kernels_late.py test_kernels_experts_row.py test_kernels_exchange.py test_kernels_topk.py test_kernels_vocab.py test_kernels_mla.py \
+  test_kernels_late.py test_kernels_experts_row.py test_kernels_split.py test_kernels_exchange.py \
+  test_kernels_topk.py test_kernels_vocab.py test_kernels_mla.py \
   test_specialized_trace.py test_binding.py test_plan.py test_notebooks.py test_selftest.py)
 
 .PHONY: help venv demo test test-all lint docs links notebooks venv312 test312 test-aot venv-vllm test-vllm clean

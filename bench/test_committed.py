@@ -43,8 +43,8 @@ def row(rows: dict[str, list[str]], start: str) -> list[str]:
 
 def test_there_are_results_of_every_kind():
     names = [p.name for p in CLAIMING]
-    assert len(SLICES) == 5
-    assert {n.split("_")[0] for n in names} == {"layers", "ops", "rank"}
+    assert len(SLICES) == 4
+    assert {n.split("_")[0] for n in names} == {"layers", "ops", "rank", "startup"}
 
 
 @pytest.mark.parametrize("path", CLAIMING, ids=lambda p: p.name)
@@ -92,8 +92,7 @@ def test_ratios_are_those_of_the_files():
 def test_whole_steps_are_those_of_the_files():
     rows = table("whole step, 1 row")
     for label, file in (
-        ("`latency_specialized`, layers 12..83 as one loop", "specialized_93"),
-        ("`latency_specialized`, unrolled", "specialized_93_unrolled"),
+        ("`latency_specialized`, layers 2..85 as one loop", "specialized_93"),
         ("`auto`", "auto_93"),
     ):
         result = read(RESULTS / f"rank_slice_{file}_h200.json")
@@ -105,6 +104,21 @@ def test_whole_steps_are_those_of_the_files():
             "not measured" if each is None else f"{each:.2f}",
             f"{compiled:.0f}",
         ]
+
+
+def test_tables_of_startup_hold_the_files_numbers():
+    found = {k.removesuffix(".moe92.rows1"): v for k, v in figures("startup_h200.json").items()}
+    rows = table("whole step, host")
+    for label, part in (("trace", "trace_s"), ("lower", "lower_s"), ("compile", "compile_s"),
+                        ("together", "total_s")):  # fmt: skip
+        assert row(rows, label) == [f"{found[f'{part}.{s}']:.1f}" for s in ("cold", "cached")]
+    rows = table("a call of the step in place")
+    for label, *names in (
+        ("call, median", "dispatch_us"), ("call, tenth", "dispatch_p10_us", "dispatch_p90_us"),
+        ("what goes before it", "handover_us"), ("step", "step_us"),
+    ):  # fmt: skip
+        want = [[f"{found[f'{n}.{way}']:.0f}" for n in names] for way in ("chained", "alone")]
+        assert row(rows, label) == [", ".join(each) for each in want]
 
 
 @pytest.mark.parametrize("rows", [1, 8])
