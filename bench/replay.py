@@ -16,9 +16,9 @@ from bench.activities import Activity, busy_us, record, span_us
 from bench.result import median_figure
 from bench.timing import Clock
 from jax_impl.engine import Engine, bucket
-from jax_impl.speculate import build_speculative_step
+from jax_impl.speculate import build_speculative_step_in_place, first_speculative_turn
 from jax_impl.speculative_engine import SpeculativeEngine
-from jax_impl.step import build_step
+from jax_impl.step import Turn, build_step_in_place, first_turn, with_inputs
 
 MOST = 32  # steps of a sample
 MOST_TRACED = 8  # a step has over a thousand activities
@@ -53,20 +53,25 @@ def chain(engine: Engine, handles: list[int]) -> tuple[Callable[[int], Any], int
         engine._reserve(seq, seq.processed + most * width)
     inputs: Any = engine._inputs(seqs, [width] * len(seqs), bucket(len(seqs)), width)
     stages = engine._stages("verify" if width > 1 else "decode", inputs)
+    mesh = engine.placement.mesh
     built: Any
     if isinstance(engine, SpeculativeEngine):
         inputs = engine._waiting.given(inputs)
-        built = build_speculative_step(*engine._build(stages))
+        built = build_speculative_step_in_place(*engine._build(stages))
         weights: tuple[Any, ...] = (engine.weights, engine.draft_weights)
+        turn = first_speculative_turn(engine.cache, inputs, mesh)
     else:
-        built = build_step(engine.static, stages, "last", engine.placement.mesh)
+        built = build_step_in_place(engine.static, stages, "last", mesh)
         weights = (engine.weights,)
+        turn = first_turn(engine.static, engine.weights, engine.cache, inputs, mesh=mesh)
+    held = [turn.inputs, turn.outputs]
 
     def run(steps: int) -> Any:
-        following, outputs = inputs, None
+        turn = with_inputs(Turn(engine.cache, *held), inputs)
         for _ in range(steps):
-            engine.cache, outputs, following = built(*weights, engine.cache, following)
-        return jax.block_until_ready((engine.cache, outputs))
+            turn = built(*weights, turn)
+        engine.cache, *held[:] = turn
+        return jax.block_until_ready(turn)
 
     return run, most
 

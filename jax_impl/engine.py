@@ -26,7 +26,7 @@ from jax_impl.sharding import (
     unequal_replicas,
 )
 from jax_impl.static import Static
-from jax_impl.step import build_step
+from jax_impl.step import Turn, build_step, build_step_in_place, first_turn, with_inputs
 
 
 class EngineError(ValueError):
@@ -97,6 +97,7 @@ class Engine:
         self.sequences: dict[int, Sequence] = {}
         self.steps: dict[tuple[str, int, int], int] = {}
         self.plans: dict[Plan, int] = {}
+        self._held: dict[tuple[Backend, tuple[int, ...]], Any] = {}
         self._free_slots = list(range(run.slots))[::-1]
         self._free_pages = list(range(run.pages))[::-1]
         self._next_handle = 0
@@ -252,9 +253,27 @@ class Engine:
     def _advance(self, inputs: StepInputs) -> StepOutputs:
         """Run known tokens [B, T] through the model."""
         backend = self._stages("decode" if inputs.tokens.shape[1] == 1 else "prefill", inputs)
-        step = build_step(self.static, backend, "last", self.placement.mesh)
-        self.cache, outputs, _ = step(self.weights, self.cache, inputs)
-        return outputs
+        mesh = self.placement.mesh
+        if inputs.tokens.shape[1] > 1:
+            step = build_step(self.static, backend, "last", mesh)
+            self.cache, outputs, _ = step(self.weights, self.cache, inputs)
+            return outputs
+        turned = build_step_in_place(self.static, backend, "last", mesh)
+        held = self._taken(backend, inputs)
+        if held is None:
+            turn = first_turn(self.static, self.weights, self.cache, inputs, mesh=mesh)
+        else:
+            turn = with_inputs(Turn(self.cache, *held), inputs)
+        self.cache, *held = turned(self.weights, turn)
+        self._held[backend, inputs.tokens.shape] = held
+        return held[1]
+
+    def _taken(self, backend: Backend, inputs: StepInputs) -> Any:
+        """Inputs and outputs of the last such step, which the next one writes over, or None.
+
+        Nobody else has them then: a step that is interrupted leaves none that are deleted.
+        """
+        return self._held.pop((backend, inputs.tokens.shape), None)
 
     def _inputs(
         self, seqs: list[Sequence], counts: list[int], batch: int, tokens: int

@@ -130,7 +130,7 @@ def highest(
 def all_finite(values: Float[Array, "B *rows X"], ranks: Ranks) -> Bool[Array, " B"]:
     """Whether every value of each sequence is finite, on all ranks."""
     bad = ~jnp.all(jnp.isfinite(values), axis=tuple(range(1, values.ndim)))
-    return bad == 0 if ranks.size == 1 else all_max(bad.astype(jnp.int32), ranks) == 0
+    return ~bad if ranks.size == 1 else all_max(bad.astype(jnp.int32), ranks) == 0
 
 
 def take(

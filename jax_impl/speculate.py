@@ -39,7 +39,7 @@ from jax_impl.sharding import (
     weight_specs,
 )
 from jax_impl.static import DraftStatic, Static
-from jax_impl.step import conclude
+from jax_impl.step import Turn, conclude, in_memory, in_place
 
 SpeculativeStep = Callable[
     [Weights, DraftWeights, Cache, StepInputs], tuple[Cache, SpeculativeOutputs, StepInputs]
@@ -232,6 +232,43 @@ def build_speculative_step(
     _require(static, draft, method, drafts)
     run = partial(speculative_step, static, draft, backend, method, drafts)
     return _spread(run, static, draft, backend, mesh, P())
+
+
+@lru_cache(maxsize=64)
+def build_speculative_step_in_place(
+    static: Static,
+    draft: DraftStatic,
+    backend: Backend = AUTO,
+    method: Acceptance = Acceptance(),  # noqa: B008  (frozen)
+    drafts: int = 7,
+    mesh: Mesh | None = None,
+) -> Callable[[Weights, DraftWeights, Turn], Turn]:
+    """The jitted step that writes over what it is given, as `step.build_step_in_place`."""
+    _require(static, draft, method, drafts)
+    run = partial(speculative_step, static, draft, backend, method, drafts)
+
+    def turned(weights: Weights, draft_weights: DraftWeights, turn: Turn) -> Turn:
+        cache, outputs, following = run(weights, draft_weights, turn.cache, turn.inputs)
+        return Turn(cache, following, outputs)
+
+    small = draft_specs(draft.config, draft.ranks.size)
+    turn = Turn(cache_specs(static.run), input_specs(), P())  # type: ignore[arg-type]
+    weights = weight_specs(static.config, static.run)
+    return spread(turned, mesh, (weights, small, turn), turn, donate=2, **in_place(backend))
+
+
+def first_speculative_turn(cache: Cache, inputs: StepInputs, mesh: Mesh | None = None) -> Turn:
+    """A turn before any step of these inputs, as `step.first_turn`."""
+    return Turn(cache, *in_memory(cache, inputs, emitted_shapes(inputs), P(), mesh))
+
+
+def emitted_shapes(inputs: StepInputs) -> SpeculativeOutputs:
+    """Shapes and dtypes of what a step of these inputs emits."""
+    batch, width = inputs.tokens.shape
+    shape = jax.ShapeDtypeStruct
+    return SpeculativeOutputs(
+        shape((batch, width), jnp.int32), shape((batch,), jnp.int32), shape((batch,), jnp.bool_)
+    )  # type: ignore[arg-type]
 
 
 @lru_cache(maxsize=16)

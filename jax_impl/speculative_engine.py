@@ -10,15 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from collections.abc import Sequence as Ids
 from functools import lru_cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
+from jax.sharding import PartitionSpec as P
 
 from jax_impl.acceptance_config import Acceptance
 from jax_impl.backend import AUTO, Backend
-from jax_impl.cache import StepInputs, StepOutputs
+from jax_impl.cache import Cache, SpeculativeOutputs, StepInputs, StepOutputs
 from jax_impl.config import ModelConfig, RunConfig
 from jax_impl.draft_config import DraftConfig
 from jax_impl.draft_weights import DraftWeights
@@ -27,8 +28,13 @@ from jax_impl.params import Weights
 from jax_impl.plan import bucket
 from jax_impl.sequences import Sequence
 from jax_impl.sharding import ONE_DEVICE, Placement
-from jax_impl.speculate import build_speculative_prefill, build_speculative_step
+from jax_impl.speculate import (
+    build_speculative_prefill,
+    build_speculative_step,
+    emitted_shapes,
+)
 from jax_impl.static import DraftStatic
+from jax_impl.step import in_memory, in_place, with_inputs
 
 
 @struct.dataclass
@@ -51,6 +57,15 @@ class Waiting:
         if self.logits is None:
             return Waiting(tokens, None)
         return Waiting(tokens, self.logits.at[slot].set(following.draft_logits, mode="drop"))
+
+
+class WaitingTurn(NamedTuple):
+    """What a step writes over, as `jax_impl.step.Turn`, with what waits."""
+
+    cache: Cache
+    waiting: Waiting
+    inputs: StepInputs
+    outputs: SpeculativeOutputs
 
 
 class SpeculativeEngine(Engine):
@@ -130,10 +145,19 @@ class SpeculativeEngine(Engine):
         handles, seqs = [h for h, _ in rows], [s for _, s in rows]
         batch, width = bucket(len(seqs)), 1 + self.drafts
         inputs = self._inputs(seqs, [min(self._room(s), width) for s in seqs], batch, width)
-        step = build_waiting_step(*self._build(self._stages("verify", inputs)))
-        self.cache, self._waiting, outputs = step(
-            self.weights, self.draft_weights, self.cache, self._waiting, inputs
-        )
+        backend = self._stages("verify", inputs)
+        turned = build_waiting_step(*self._build(backend))
+        held = self._taken(backend, inputs)
+        if held is None:
+            mesh = self.placement.mesh
+            held = in_memory(self.cache, inputs, emitted_shapes(inputs), P(), mesh)
+            turn = WaitingTurn(self.cache, self._waiting, *held)
+        else:
+            turn = with_inputs(WaitingTurn(self.cache, self._waiting, *held), inputs)
+        turn = turned(self.weights, self.draft_weights, turn)
+        self.cache, self._waiting, *held = turn
+        self._held[backend, inputs.tokens.shape] = held
+        outputs = turn.outputs
         self._done("verify", batch, width, outputs)
         found = jax.device_get(outputs)
         counts = found.count.tolist()
@@ -188,29 +212,38 @@ class SpeculativeEngine(Engine):
 
 @lru_cache(maxsize=64)
 def build_waiting_step(*build: Any) -> Callable[..., Any]:
-    """`build_speculative_step(*build)` on what waits; donates both, one compilation per batch.
+    """`build_speculative_step(*build)` on what waits, in place; one compilation per batch.
 
-    (weights, draft weights, cache, waiting, inputs) -> (cache, waiting, outputs). `count` of the
-    inputs says how many of the waiting tokens are real; their `tokens` are not read.
+    (weights, draft weights, turn) -> turn. `count` of its inputs says how many of the waiting
+    tokens are real; their `tokens` are not read. The inputs stay as they are.
     """
-    return _waiting(build_speculative_step(*build), True)
+    inner, backend = build_speculative_step(*build), build[2]
+
+    def turned(weights: Weights, draft_weights: DraftWeights, turn: WaitingTurn) -> WaitingTurn:
+        cache, waiting, inputs, _ = turn
+        given = waiting.given(inputs)
+        cache, outputs, following = inner(weights, draft_weights, cache, given)
+        return WaitingTurn(cache, waiting.kept(following), inputs, outputs)
+
+    options = in_place(backend)["options"]
+    return jax.jit(turned, donate_argnums=2, keep_unused=True, compiler_options=options)
 
 
 @lru_cache(maxsize=16)
 def build_waiting_prefill(*build: Any) -> Callable[..., Any]:
-    """`build_speculative_prefill(*build)`; what it proposes waits. Otherwise as the step."""
-    return _waiting(build_speculative_prefill(*build), False)
+    """`build_speculative_prefill(*build)`; what it proposes waits.
 
+    (weights, draft weights, cache, waiting, inputs) -> (cache, waiting, outputs); donates both.
+    """
+    inner = build_speculative_prefill(*build)
 
-def _waiting(inner: Callable[..., Any], takes: bool) -> Callable[..., Any]:
     def run(
         weights: Weights,
         draft_weights: DraftWeights,
-        cache: Any,
+        cache: Cache,
         waiting: Waiting,
         inputs: StepInputs,
     ):
-        inputs = waiting.given(inputs) if takes else inputs
         cache, outputs, following = inner(weights, draft_weights, cache, inputs)
         return cache, waiting.kept(following), outputs
 

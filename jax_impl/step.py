@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -40,9 +40,10 @@ class Turn(NamedTuple):
 
     cache: Cache
     inputs: StepInputs  # of the step that comes
-    outputs: StepOutputs  # of the step that was
+    outputs: Any  # of the step that was: StepOutputs or SpeculativeOutputs
 
 
+AnyTurn = TypeVar("AnyTurn", bound=NamedTuple)
 Step = Callable[[Weights, Cache, StepInputs], tuple[Cache, StepOutputs, StepInputs]]
 
 
@@ -139,16 +140,14 @@ def build_step_in_place(
         return Turn(cache, following, outputs)
 
     specs = Turn(cache_specs(static.run), input_specs(), output_specs())
-    return spread(
-        turned,
-        mesh,
-        (weight_specs(static.config, static.run), specs),
-        specs,
-        donate=1,
-        check=not backend.whole_stacks,
-        keep_unused=True,
-        options=CAPTURED,
-    )
+    weights = weight_specs(static.config, static.run)
+    return spread(turned, mesh, (weights, specs), specs, donate=1, **in_place(backend))
+
+
+def in_place(backend: Backend) -> dict[str, Any]:
+    """What `spread` has to know of a step that writes over what it is given."""
+    options = CAPTURED if backend.whole_stacks else None
+    return dict(check=not backend.whole_stacks, keep_unused=True, options=options)
 
 
 def first_turn(
@@ -174,17 +173,28 @@ def first_turn(
     )
     hidden = jax.ShapeDtypeStruct((inputs.tokens.size, static.config.hidden_size), jnp.bfloat16)
     shapes = jax.eval_shape(ended, weights, inputs, hidden)[0]
+    return Turn(cache, *in_memory(cache, inputs, shapes, output_specs(), mesh))
 
-    def made(inputs: StepInputs) -> tuple[StepInputs, StepOutputs]:
+
+def in_memory(
+    cache: Cache, inputs: StepInputs, shapes: Any, specs: Any, mesh: Mesh | None
+) -> tuple[StepInputs, Any]:
+    """The inputs in memory of their own, and outputs of these shapes that hold zeros.
+
+    Both are committed to a device if the cache is, as what a step returns: the step would be
+    compiled a second time for results that are not as they were given.
+    """
+
+    def made(cache: Cache, inputs: StepInputs) -> tuple[StepInputs, StepOutputs]:
         zeros = jax.tree.map(lambda a: jnp.zeros(a.shape, a.dtype), shapes)
         return jax.tree.map(jnp.copy, inputs), zeros
 
     if mesh is None:
-        return Turn(cache, *jax.jit(made)(inputs))
+        return jax.jit(made, keep_unused=True)(cache, inputs)
     places = jax.tree.map(
-        lambda cut: NamedSharding(mesh, cut), (input_specs(), output_specs()), is_leaf=_is_spec
+        lambda cut: NamedSharding(mesh, cut), (input_specs(), specs), is_leaf=_is_spec
     )
-    return Turn(cache, *jax.jit(made, out_shardings=places)(inputs))
+    return jax.jit(made, out_shardings=places)(cache, inputs)
 
 
 def _is_spec(x: Any) -> bool:
@@ -196,8 +206,8 @@ def _written_over(held: StepInputs, inputs: StepInputs) -> StepInputs:
     return jax.tree.map(jnp.copy, inputs)
 
 
-def with_inputs(turn: Turn, inputs: StepInputs) -> Turn:
-    """The turn with other inputs, from the host or the device, where its own were.
+def with_inputs(turn: AnyTurn, inputs: StepInputs) -> AnyTurn:
+    """The turn, of any kind, with other inputs, from the host or the device, where its own were.
 
     `inputs` may hold arrays of `turn.inputs` (`turn.inputs.replace(...)`); these are copied first.
     """

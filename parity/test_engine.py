@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import numpy as np
 import pytest
 
@@ -51,6 +52,47 @@ def test_batched_generation_with_admission_between_steps_equals_the_recording(mo
     assert ids[second].ids == want["prompt2_ids"] + want["prompt2_greedy_ids"]
     chunks = -(-len(want["prompt_ids"]) // 5) + -(-len(want["prompt2_ids"]) // 5)
     assert e.steps == {("prefill", 1, 5): chunks, ("decode", 1, 1): 3, ("decode", 2, 1): 7}
+
+
+def test_steps_write_over_what_the_last_one_of_their_size_gave(model, golden_dir, monkeypatch):
+    """No address moves, whatever other sizes come between; an interrupted step leaves none."""
+    from jax_impl import engine as module
+
+    want, e = recorded(golden_dir), engine(model)
+    first, second = e.add(want["prompt_ids"]), e.add(want["prompt2_ids"])
+    for handle in (first, second):
+        e.prefill(handle)
+
+    def places(size):
+        (held,) = (v for (_, shape), v in e._held.items() if shape == (size, 1))
+        return [a.unsafe_buffer_pointer() for a in jax.tree.leaves((e.cache, held))]
+
+    e.decode([first])
+    one = places(1)
+    e.decode([second, first])
+    two = places(2)
+    e.decode([first])
+    assert places(1) == one
+    with monkeypatch.context() as m:
+        m.setattr(module, "build_step_in_place", lambda *_: interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            e.decode([first, second])
+    assert len(e._held) == 1
+    e.decode([second, first])
+    e.decode([first, second])
+    count = len(jax.tree.leaves(e.cache))
+    assert places(2)[:count] == two[:count]
+    for handle, names in (
+        (first, ("prompt_ids", "greedy_ids")),
+        (second, ("prompt2_ids", "prompt2_greedy_ids")),
+    ):
+        prompt, greedy = (want[name] for name in names)
+        ids = e.sequences[handle].ids
+        assert ids == (prompt + greedy)[: len(ids)] and len(ids) > len(prompt) + 3
+
+
+def interrupted(*_):
+    raise KeyboardInterrupt
 
 
 def test_a_kept_sequence_is_extended_as_if_it_had_been_one_prompt(model, golden_dir):

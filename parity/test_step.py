@@ -204,6 +204,7 @@ def test_steps_in_place_are_those_with_new_results(driver):
             assert np.array_equal(np.asarray(a), np.asarray(b), equal_nan=True)
         with pytest.raises((RuntimeError, ValueError), match=r"deleted|donated"):
             turned(weights, old)
+    assert turned._cache_size() == 1  # type: ignore[attr-defined]
     assert np.array_equal(np.asarray(inputs.tokens), np.asarray(step_inputs(rows, 1, 4).tokens))
     seeds = jnp.full(4, 7, jnp.uint32)
     want = jax.tree.map(np.asarray, turn.inputs.replace(seed=seeds))
