@@ -80,8 +80,10 @@ class Compare:
     """Checkpoint directory with config.json and safetensors files."""
     prompt_ids: str | None = None
     """A file with ids, or the ids themselves (separated by commas or blanks); default: random."""
+    draft: Path | None = None
+    """Its drafter: also compares speculative decoding, greedy, with 7 drafts."""
     steps: int = 16
-    """Greedy tokens after the prompt."""
+    """Greedy tokens after the prompt; with a drafter also its steps."""
     backend: Backend = "auto"
     """latency_specialized: single tokens only, by the kernels of a GPU (layers: `k3 selftest`)."""
     report: Path | None = None

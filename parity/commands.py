@@ -45,7 +45,7 @@ def execute(command: Any) -> list[Verdict]:
         return golden(command.dirs, command.ckpt, command.draft, command.tp, command.backend)
     if kind == "Serve":
         return serve(command)
-    return compare(command.ckpt, command.prompt_ids, command.steps, command.backend)
+    return compare(command.ckpt, command.prompt_ids, command.steps, command.backend, command.draft)
 
 
 def run(suite: str, tp: int | None = None, case: str | None = None) -> list[Verdict]:
@@ -284,16 +284,20 @@ def check_folder(folder: Folder, served: Served) -> Iterator[Verdict]:
 
 
 def compare(
-    checkpoint: Path, prompt_ids: str | None, steps: int, backend: str = "auto"
+    checkpoint: Path,
+    prompt_ids: str | None,
+    steps: int,
+    backend: str = "auto",
+    draft: Path | None = None,
 ) -> list[Verdict]:
-    """JAX against PyTorch on one checkpoint."""
+    """JAX against PyTorch on one checkpoint, and with its drafter, if one is given."""
     from jax_impl.backend import BackendUnavailableError
     from jax_impl.checkpoint import CheckpointError
     from jax_impl.config import ConfigError
     from parity.pair import PromptError, check_pair
 
     try:
-        return _progress(checkpoint.name, check_pair(checkpoint, prompt_ids, steps, backend))
+        return _progress(checkpoint.name, check_pair(checkpoint, prompt_ids, steps, backend, draft))
     except (CheckpointError, ConfigError, PromptError, BackendUnavailableError) as error:
         raise BadInput(str(error)) from None
 

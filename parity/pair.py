@@ -17,9 +17,11 @@ import torch
 from jax_impl.backend import AUTO, choose_backend
 from jax_impl.checkpoint import Checkpoint, CheckpointError
 from jax_impl.config import ConfigError, RunConfig
+from jax_impl.draft_weights import open_draft
 from jax_impl.ids import parse_ids
 from parity import metrics
 from parity.driver import KERNEL_RUNS, ROWS, Arrays, Driver, Session
+from parity.dspark_pair import Pair, check_drafted, tokens_of
 from parity.layerwise import Built, build_layer, inject
 from parity.op_torch import DTYPES
 from parity.tolerances import tolerance
@@ -60,7 +62,9 @@ def prompt(text: str | None, vocabulary: int | None) -> np.ndarray:
     return ids
 
 
-def _require(checkpoint: Path, prompt_ids: str | None, steps: int, backend: str) -> np.ndarray:
+def _require(
+    checkpoint: Path, prompt_ids: str | None, steps: int, backend: str, draft: Path | None
+) -> np.ndarray:
     """The prompt, if checkpoint, prompt and continuation can be run; else everything wrong."""
     problems, config = [], None
     try:
@@ -75,8 +79,21 @@ def _require(checkpoint: Path, prompt_ids: str | None, steps: int, backend: str)
         if steps < 1:
             problems.append(f"--steps: found {steps}, expected at least 1; change it")
         raise PromptError("\n".join(problems))
-    limit = config.max_position_embeddings
-    if not 1 <= steps <= limit - len(ids):
+    limit, wanted = config.max_position_embeddings, len(ids) + steps
+    if draft is not None:
+        try:
+            small = open_draft(draft).config
+            small.require_target(config)  # type: ignore[attr-defined]
+            limit = min(limit, small.max_position_embeddings)
+            wanted = tokens_of(len(ids), steps)
+        except (CheckpointError, ConfigError) as error:
+            problems.append(f"--draft: {error}")
+    if steps >= 1 and wanted > limit >= len(ids) + steps:
+        problems.append(
+            f"--steps: found {steps}, which with drafts may write {wanted} tokens, expected at "
+            f"most {limit}; ask for fewer"
+        )
+    elif not 1 <= steps <= limit - len(ids):
         problems.append(
             f"--steps: found {steps}, expected 1 to {limit - len(ids)} (the model takes {limit} "
             "tokens, prompt included); change it"
@@ -88,15 +105,23 @@ def _require(checkpoint: Path, prompt_ids: str | None, steps: int, backend: str)
 
 
 def check_pair(
-    checkpoint: Path, prompt_ids: str | None, steps: int, backend: str = "auto"
+    checkpoint: Path,
+    prompt_ids: str | None,
+    steps: int,
+    backend: str = "auto",
+    draft: Path | None = None,
 ) -> Iterator[Verdict]:
     """All comparisons on one checkpoint; of another `backend` those of single tokens.
+
+    With a drafter also so many steps of speculative decoding (`dspark_pair`).
 
     Raises:
         PromptError: see `prompt`, or the directory is no usable checkpoint; says all.
         BackendUnavailableError: the backend cannot run here.
     """
-    ids = _require(checkpoint, prompt_ids, steps, backend)  # before anything is loaded
+    ids = start = _require(
+        checkpoint, prompt_ids, steps, backend, draft
+    )  # before anything is loaded
     kernels = backend != "auto"
     model = Model.load(checkpoint, Numerics(torch.float32, "H"))
     continuation, _ = greedy(model, torch.from_numpy(ids), steps)
@@ -107,6 +132,8 @@ def check_pair(
         model = Model.load(checkpoint, Numerics(DTYPES[dtype], profile))
         driver = Driver.open(checkpoint, dtype, profile, len(ids), decode_backend=backend)
         yield from _run(where, driver, model, ids, len(ids) - steps)
+    if draft is not None:
+        yield from check_drafted(Pair(checkpoint, draft), start, steps, backend)
 
 
 def _run(

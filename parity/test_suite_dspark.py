@@ -21,7 +21,13 @@ from parity.accept_suite import (  # noqa: E402
     check_forced_six,
 )
 from parity.chi_square import METHODS, check_sampled_runs, chi_square  # noqa: E402
-from parity.dspark_pair import against_plain, check_dspark_pair  # noqa: E402
+from parity.dspark_pair import (  # noqa: E402
+    PROMPT,
+    Pair,
+    against_plain,
+    check_drafted,
+    check_dspark_pair,
+)
 from parity.engine_rules import Wanted, best_tokens, explained, tokens  # noqa: E402
 from parity.engine_truth import Noise, Truth, measure  # noqa: E402
 from parity.folders import open_folder  # noqa: E402
@@ -272,6 +278,20 @@ def test_the_pair_agrees_in_every_step():
     assert {v.quantity for v in found} == {
         "every count occurs", "accepted counts", "emitted ids", "text"
     }  # fmt: skip
+
+
+@pytest.mark.slow
+def test_a_given_pair_is_compared_without_wanting_every_count(tmp_path):
+    from jax_impl.make_tiny import make_checkpoint
+
+    make_checkpoint(tmp_path, "tiny", 2)
+    found = list(check_drafted(Pair(tmp_path / "target", tmp_path / "draft"), PROMPT, 3))
+    assert good(found), problems(found)
+    assert [(v.where.dtype, v.quantity) for v in found] == [
+        ("float32", "accepted counts"), ("float32", "emitted ids"), ("float32", "text"),
+        ("bfloat16", "text"),
+    ]  # fmt: skip
+    assert "steps by accepted count" in found[-1].note
 
 
 @pytest.mark.slow
