@@ -17,7 +17,7 @@ NO_DEVICE := not gpu and not multigpu and not vllm
 
 # Tests that run without torch, under the newest supported JAX.
 JAX_ONLY_TESTS ?= $(addprefix bench/test_,roofline.py result.py timing.py decode_metrics.py \
-  projection.py compare.py ops.py startup.py decode.py) $(addprefix parity/,test_make_tiny.py test_config.py \
+  projection.py compare.py ops.py decode.py) $(addprefix parity/,test_make_tiny.py test_config.py \
   test_checkpoint.py test_prepared.py test_memory.py test_router.py test_step.py test_engine.py \
   test_cli.py test_readme.py test_kernels_mxfp4.py test_kernels_skinny.py test_kernels_experts.py \
   test_kernels_attn_res.py test_kernels_mix.py test_kernels_kda.py test_kernels_commit.py \
